@@ -1,0 +1,45 @@
+PYTHON ?= python3
+JOBS ?= 2
+ARGS ?=
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench reproduce docs lint build clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo 'ARGS="..." is passed on by demo, test, bench and reproduce, for example: make test ARGS="-k cg"'
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,experiments,docs]'
+	touch $@
+
+demo: $(INSTALLED)  ## run every experiment in its quick preset
+	$(BIN)/python -m experiments --preset quick $(ARGS)
+
+# One thread for each test process: with more, the processes compete for the same cores.
+test: $(INSTALLED)  ## run the tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+bench: $(INSTALLED)  ## run the benchmarks
+	$(BIN)/python -m benchmarks $(ARGS)
+
+reproduce: $(INSTALLED)  ## run every experiment as in the paper
+	$(BIN)/python -m experiments --preset paper $(ARGS)
+
+docs: $(INSTALLED)  ## build the documentation into site/
+	$(BIN)/mkdocs build --strict
+
+lint: $(INSTALLED)  ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy src
+
+build: $(INSTALLED)  ## build the sdist and the wheel into dist/
+	$(BIN)/python -m build
+
+clean:  ## remove build outputs and caches; .venv and results/ stay
+	rm -rf dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,141 @@
+"""Per-sample vectors.
+
+Inside the library an unknown is one matrix `y` of shape (B, n): B independent problems of n unknowns each. `Layout` converts
+between that and what the user has (a tensor or a nested tuple/dict of tensors, with or without a batch axis); the functions
+below are the only linear algebra that solvers need on it. One problem is a batch of one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Per-sample inner product, (B, n) x (B, n) -> (B,)."""
+    # One large problem: no temporary. A batched matrix product would need none either, but may round to TF32 on a GPU.
+    return torch.dot(a[0], b[0]).view(1) if a.shape[0] == 1 else (a * b).sum(dim=1)
+
+
+def norm(a: Tensor) -> Tensor:
+    """Per-sample Euclidean norm, (B, n) -> (B,)."""
+    return torch.linalg.vector_norm(a, dim=1)
+
+
+def scale(c: Tensor, a: Tensor) -> Tensor:
+    """Per-sample scaling: row b of `a` times c[b]."""
+    return c.unsqueeze(1) * a
+
+
+def select(mask: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Row b of `a` where mask[b], else of `b`. Unlike multiplying by the mask, this keeps a NaN of one side out of the other."""
+    return torch.where(mask.unsqueeze(1), a, b)
+
+
+def finite(a: Tensor) -> Tensor:
+    """Which samples hold finite numbers only, (B, n) -> (B,)."""
+    return torch.isfinite(a).all(dim=1)
+
+
+def divide(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, and 0 where b is 0: a finished sample must not turn into NaN."""
+    return torch.where(b != 0, a / torch.where(b != 0, b, 1.0), 0.0)
+
+
+def check_every(device: torch.device) -> int:
+    """How many steps to take between two tests of convergence: on an accelerator each test is a synchronisation."""
+    return 1 if device.type == "cpu" else 5
+
+
+def default_rtol(dtype: torch.dtype) -> float:
+    """The relative tolerance used where the user gives none: 1e-10 (float64), 1e-5 (float32), 1e-2 (half precision)."""
+    return {torch.float64: 1e-10, torch.float32: 1e-5}.get(dtype, 1e-2)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the user's unknown maps to a (B, n) matrix.
+
+    Attributes:
+        spec: the nesting of the unknown.
+        shapes: the per-sample shape of each leaf.
+        batch_shape: the leading axes that number the problems; () for one problem.
+    """
+
+    spec: pytree.TreeSpec
+    shapes: tuple[torch.Size, ...]
+    batch_shape: torch.Size
+
+    @staticmethod
+    def of(y: Any, batch_dims: int, name: str = "y0") -> Layout:
+        leaves, spec = pytree.tree_flatten(y)
+        first = leaves[0]
+        if any(leaf.dim() < batch_dims for leaf in leaves):
+            raise ValueError(f"{name} must have at least batch_dims={batch_dims} axes in every tensor.")
+        batch_shape = first.shape[:batch_dims]
+        if any(leaf.shape[:batch_dims] != batch_shape for leaf in leaves):
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+            raise ValueError(
+                f"{name} must have the same first {batch_dims} axes (the batch) in every tensor, got {shapes}."
+            )
+        return Layout(spec, tuple(leaf.shape[batch_dims:] for leaf in leaves), batch_shape)
+
+    @property
+    def samples(self) -> int:
+        return math.prod(self.batch_shape)
+
+    @property
+    def size(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def ravel(self, y: Any) -> Tensor:
+        """The user's unknown as a (B, n) matrix; a view where the unknown is one contiguous tensor."""
+        leaves = pytree.tree_leaves(y)
+        parts = [leaf.reshape(self.samples, math.prod(shape)) for leaf, shape in zip(leaves, self.shapes, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def unravel(self, y: Tensor) -> Any:
+        """The inverse of `ravel`."""
+        sizes = [math.prod(shape) for shape in self.shapes]
+        parts = [y] if len(sizes) == 1 else y.split(sizes, dim=1)
+        leaves = [part.reshape(self.batch_shape + shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def per_sample(self, a: Tensor) -> Tensor:
+        """A (B,) result in the user's batch shape: () for one problem."""
+        return a.reshape(self.batch_shape)
+
+
+def check_unknown(y: Any, name: str) -> None:
+    """Raise one sentence if `y` is not a (nested) floating-point tensor on one device."""
+    leaves = pytree.tree_leaves(y)
+    if not leaves:
+        raise TypeError(f"{name} must hold at least one tensor, got {y!r}.")
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{name} must be a tensor or a nested tuple/dict of tensors, got {type(leaf).__name__}.")
+        if not leaf.is_floating_point():
+            raise TypeError(f"{name} must have a real floating dtype, got {leaf.dtype}: use {name}.double() or .float().")
+    if len({leaf.dtype for leaf in leaves}) > 1:
+        raise TypeError(f"{name} must have one dtype, got {', '.join(str(leaf.dtype) for leaf in leaves)}.")
+    if len({leaf.device for leaf in leaves}) > 1:
+        raise ValueError(f"{name} must be on one device, got {', '.join(str(leaf.device) for leaf in leaves)}.")
+
+
+def check_devices(y: Any, args: Any, name: str) -> None:
+    """Raise one sentence if a tensor of `args` is on another device than `y` (0-dimensional CPU tensors mix freely in torch)."""
+    device = pytree.tree_leaves(y)[0].device
+    for leaf in pytree.tree_leaves(args):
+        if isinstance(leaf, Tensor) and leaf.device != device and leaf.dim() > 0:
+            raise ValueError(f"args must be on the device of {name} ({device}), got a tensor on {leaf.device}.")
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Apply `fn` to every tensor in a nested structure and leave the rest alone."""
+    return pytree.tree_map_only(Tensor, fn, tree)

@@ -1,0 +1,375 @@
+"""The implicit function theorem, once.
+
+At a solution F(y, θ) = 0. With v = ∂L/∂y the gradient is dL/dθ = -gᵀ ∂F/∂θ where Jᵀ g = v and J = ∂F/∂y; the tangent is
+ẏ = -J⁻¹ (∂F/∂θ θ̇). `Point.attach` gives a solution, however it was found, exactly these derivatives:
+
+1. F is evaluated once, with grad, at a fresh leaf equal to y; the graph of F reaches whatever the function touched.
+2. `_Implicit` returns y with an edge to that F. Its backward solves Jᵀ g = v on the graph of F and sends -g into F: ordinary
+   autograd does the rest, so closures, module parameters, hooks and DDP behave as for any layer.
+3. Under `create_graph=True` the result must itself depend on y(θ), which the leaf of step 1 does not. So F is evaluated again at
+   the attached output, g becomes an implicit solution of its own (Jᵀ g - v = 0, the same Function), and -g is pulled back to the
+   tensors that F depends on: they were found by walking the graph of F, and `_Implicit` has an edge to each. The next order
+   repeats this.
+4. Forward mode: the tangent of F arrives with F, and J ẏ = -Ḟ is one more solve.
+
+Inside `torch.func` transforms there is no such graph to walk; `torchdil.transform` does the same with explicit operands.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad as fwd
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from torchdil import batch
+from torchdil.linear.base import LinearSolver
+from torchdil.operator import Operator
+from torchdil.solution import Outcome, Report, Status, handle_failure, mask_failed
+
+Residual = Callable[[Tensor], Tensor]
+
+# The true residual may exceed the one that a solver kept by recurrence this much before the solve counts as failed ...
+_SLACK = 10.0
+# ... or lie this many roundings above zero, which no solver in that precision can improve upon.
+_ROUNDINGS = 100.0
+# A closure may reach large objects; the search for tensors in it ends after so many.
+_SEARCH_LIMIT = 20_000
+
+
+@dataclass
+class Condition:
+    """F(y) = 0 at the solution, and how to solve with its Jacobian.
+
+    Attributes:
+        residual: F, (B, n) -> (B, n); may close over anything.
+        symmetric: whether J = Jᵀ.
+        linear_solver: for Jᵀ g = v and J ẏ = -Ḟ.
+        on_failure: the policy for those solves.
+        report: where the backward solve leaves its numbers.
+        failed: samples whose forward solve failed, (B,).
+        tensors: tensors that `residual` may depend on, as far as known; leaves are found without.
+        function: what `residual` calls; its closure is searched for non-leaf tensors that are not in `tensors`.
+        replay: F for derivatives of higher order, evaluated after the forward pass; None: `residual`.
+        pairs: secant pairs of the forward solver, for preconditioners.
+        key: identifies the function, see `Operator`.
+    """
+
+    residual: Residual
+    symmetric: bool
+    linear_solver: LinearSolver
+    on_failure: str
+    report: Report
+    failed: Tensor
+    tensors: tuple[Tensor, ...] = ()
+    function: Any = None
+    replay: Residual | None = None
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    key: Hashable = None
+
+    def solve(self, operator: Operator, rhs: Tensor, transpose: bool) -> Tensor:
+        """g with Jᵀ g = rhs (or J g = rhs), checked by one more product, under the failure policy; no graph."""
+        with torch.no_grad(), no_tangents():
+            rhs = rhs.detach()
+            value, status, stats = self.linear_solver.solve(operator, rhs, transpose=transpose)
+            # The residual that a solver keeps by recurrence drifts from the true one in low precision, and knows nothing of a
+            # function that mixes samples. One product tells.
+            remainder = rhs - operator.product(transpose)(value) - self.linear_solver.damping * value
+            stats.residual, stats.norm = batch.norm(remainder), batch.norm(value)
+            stats.products += 1
+            missed = (status == Status.converged) & ~(stats.residual <= _SLACK * stats.tolerance)
+            if bool(missed.any()):
+                if stats.spectrum is not None:
+                    attainable = _ROUNDINGS * torch.finfo(rhs.dtype).eps * stats.spectrum.extremes()[1].abs() * stats.norm
+                    missed = missed & ~(stats.residual <= attainable)
+                status = torch.where(missed, int(Status.stagnated), status)
+            status = torch.where(batch.finite(rhs), status, int(Status.non_finite))
+            self.report.backward = Outcome(status, stats)
+            failed = handle_failure("backward" if transpose else "tangent", self.report.backward, self.on_failure, self.report)
+            value = batch.select(status == Status.non_finite, torch.full_like(value, float("nan")), value)
+            return mask_failed(value, failed | self.failed, self.on_failure)
+
+
+class Point:
+    """F at y with its graph: what the theorem needs, and what tells how good y is.
+
+    Attributes:
+        F: F(y), (B, n).
+        operator: J at y, on that graph.
+    """
+
+    def __init__(self, condition: Condition, y: Tensor):
+        self.condition, self.y = condition, y
+        # Hooks on saved tensors (checkpointing, offloading) would run again for every product with J.
+        with torch.enable_grad(), saved_tensors_hooks(_keep, _keep):
+            leaf, self.F, self._boundary, self._hidden = _evaluate(condition, y)
+        primal = fwd.unpack_dual(self.F).primal if tangents_active() else self.F
+        self.operator = Operator(condition.residual, y, condition.symmetric, graph=(leaf, primal), key=condition.key)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The parameters that F depends on."""
+        return [t for t in self._boundary if t.is_leaf]
+
+    def attach(self) -> Tensor:
+        """y (B, n) with the derivatives that the condition implies; y itself where nothing asks for any."""
+        tracked = torch.is_grad_enabled() and (self._boundary or self._hidden)
+        if not tracked and (not tangents_active() or fwd.unpack_dual(self.F).tangent is None):
+            return self.y
+        self.operator.pairs = self.condition.pairs
+        boundary = self._boundary if tracked else []
+        link = _Link(self.condition, self.operator, True, boundary, self._hidden, self.y)
+        # F requires grad because of its leaf; if nothing else does, y must not.
+        return _Implicit.apply(link, self.F if tracked else self.F.detach(), *boundary)
+
+
+@dataclass
+class _Link:
+    """What the node of a solution knows.
+
+    Attributes:
+        condition: F and its solver.
+        operator: J at the solution of the original problem, whatever the order of the derivative.
+        transpose: whether this node's adjoint is solved with Jᵀ; it alternates from order to order.
+        boundary: the tensors that F depends on.
+        hidden: whether F depends on a non-leaf tensor that could not be found.
+        y: the solution, handed over to the output when the node is made.
+    """
+
+    condition: Condition
+    operator: Operator
+    transpose: bool
+    boundary: list[Tensor]
+    hidden: bool
+    y: Tensor | None
+
+    def solve(self, rhs: Tensor, transpose: bool) -> Tensor:
+        return self.condition.solve(self.operator, rhs, transpose)
+
+    def evaluate(self, output: Tensor) -> tuple[Tensor, Tensor, _Switch]:
+        """F once more, at the attached output behind a gate."""
+        switch = _Switch()
+        y = _Gate.apply(output, switch)
+        return y, (self.condition.replay or self.condition.residual)(y), switch
+
+    def attach(self, residual: Residual, value: Tensor, transpose: bool, output: Tensor, *others: Tensor) -> Tensor:
+        """`value` as the solution of a linear equation in J, with the derivatives that this implies."""
+        outer = self.condition
+        condition = Condition(residual, outer.symmetric, outer.linear_solver, outer.on_failure, outer.report, outer.failed)
+        condition.tensors = (output, *others, *self.boundary)
+        _, F, boundary, hidden = _evaluate(condition, value)
+        inner = _Link(condition, self.operator, transpose, boundary, hidden, value)
+        return _Implicit.apply(inner, F, *boundary)
+
+
+class _Switch:
+    shut = False
+
+
+class _Gate(torch.autograd.Function):
+    """The identity; passes no gradient while its switch is shut.
+
+    Pulling -g back from F(y(θ), θ) to θ must take the direct edge only: y(θ) is accounted for by g.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, switch: _Switch) -> Tensor:
+        ctx.switch = switch
+        ctx.set_materialize_grads(False)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor | None) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        return (None if ctx.switch.shut else v), None
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor, _: None) -> Tensor:  # type: ignore[override]
+        return t.view_as(t)
+
+
+class _Implicit(torch.autograd.Function):
+    """y, as a function of the tensors that F depends on: `apply(link, F, *boundary) -> y`."""
+
+    @staticmethod
+    def forward(ctx: Any, link: _Link, F: Tensor, *boundary: Tensor) -> Tensor:
+        ctx.link = link
+        ctx.set_materialize_grads(False)
+        y, link.y = link.y, None
+        assert y is not None
+        ctx.save_for_backward(y, *boundary)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        link: _Link = ctx.link
+        nothing = (None,) * len(link.boundary)
+        if v is None:
+            return None, None, *nothing
+        if not torch.is_grad_enabled() and not tangents_active():
+            return None, -link.solve(v, link.transpose), *nothing
+        output, *_ = ctx.saved_tensors  # also raises if a tensor of the boundary was changed in place
+        return None, None, *_pull_back(link, output, v)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, F_tangent: Tensor | None, *__: Tensor | None) -> Tensor | None:  # type: ignore[override]
+        if F_tangent is None:
+            return None
+        link: _Link = ctx.link
+        if torch.is_grad_enabled() and F_tangent.requires_grad:
+            return _attached_tangent(link)
+        return -link.solve(F_tangent, not link.transpose)
+
+
+def _pull_back(link: _Link, output: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
+    """-gᵀ ∂F/∂θ for each θ of the boundary, differentiable in everything; Jᵀ g = v."""
+    if link.hidden:
+        raise RuntimeError(
+            "The function of this implicit layer uses a non-leaf tensor that is neither in args nor a variable of its closure: "
+            "pass it in args for derivatives of higher order."
+        )
+
+    def adjoint(g: Tensor) -> Tensor:
+        y, F, _ = link.evaluate(output)
+        (product,) = torch.autograd.grad(F, y, g, create_graph=True, materialize_grads=True)
+        return product - v
+
+    with torch.enable_grad():
+        _, F, switch = link.evaluate(output)
+        _check_same(link, F)
+        g = link.attach(adjoint, link.solve(v, link.transpose), not link.transpose, output, v)
+        switch.shut = True
+        try:
+            return torch.autograd.grad(F, link.boundary, -g, create_graph=True, allow_unused=True)
+        finally:
+            switch.shut = False
+
+
+def _attached_tangent(link: _Link) -> Tensor:
+    """ẏ with J ẏ + Ḟ = 0, itself differentiable: reverse mode over forward mode."""
+    leaf, F = link.operator.graph()
+    with no_tangents():
+        output = _Implicit.apply(_Link(**{**vars(link), "y": leaf.detach().clone()}), F, *link.boundary)
+
+    def tangent(t: Tensor) -> Tensor:
+        y, F, _ = link.evaluate(output)
+        F, F_tangent = fwd.unpack_dual(F)
+        with no_tangents():
+            u = torch.zeros_like(F, requires_grad=True)
+            (transposed,) = torch.autograd.grad(F, y, u, create_graph=True, materialize_grads=True)
+            (product,) = torch.autograd.grad(transposed, u, t, create_graph=True, materialize_grads=True)
+        return product + F_tangent
+
+    F_tangent = fwd.unpack_dual(link.evaluate(output)[1]).tangent
+    return link.attach(tangent, -link.solve(F_tangent, not link.transpose), link.transpose, output)
+
+
+def _evaluate(condition: Condition, y: Tensor) -> tuple[Tensor, Tensor, list[Tensor], bool]:
+    """F at a leaf equal to y: the leaf, F, the tensors from outside that F depends on, and whether some are hidden.
+
+    The graph of F is walked: nodes that are older than the evaluation are outside, AccumulateGrad nodes carry their leaf, and
+    other tensors are recognised by their edge.
+    """
+    leaf = y.detach().requires_grad_()
+    first = leaf.view_as(leaf).grad_fn._sequence_nr()  # type: ignore[union-attr]
+    F = condition.residual(leaf)
+    if not F.requires_grad:
+        F = F + 0 * leaf
+    known = {_edge(t): t for t in condition.tensors if t.requires_grad}
+    found: dict[int, Tensor] = {}
+    unknown = set()
+    seen = {F.grad_fn}
+    stack = [F.grad_fn]
+    while stack:
+        node = stack.pop()
+        for edge in node.next_functions:  # type: ignore[union-attr]
+            child = edge[0]
+            if child is None:
+                continue
+            tensor = known.get(edge)
+            if tensor is None:
+                tensor = getattr(child, "variable", None)
+            if tensor is leaf:
+                continue
+            if tensor is not None:
+                found[id(tensor)] = tensor
+            elif child._sequence_nr() < first:
+                unknown.add(edge)
+            elif child not in seen:
+                seen.add(child)
+                stack.append(child)
+    if unknown:
+        for tensor in captured_tensors(condition.function):
+            if tensor.requires_grad and _edge(tensor) in unknown:
+                found[id(tensor)] = tensor
+                unknown.discard(_edge(tensor))
+    return leaf, F, list(found.values()), bool(unknown)
+
+
+def _edge(t: Tensor) -> tuple[Any, int]:
+    edge = get_gradient_edge(t)
+    return edge.node, edge.output_nr
+
+
+def captured_tensors(function: Any) -> list[Tensor]:
+    """The tensors that `function` closes over: cells, globals it names, defaults, attributes of objects; the nearest first."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    stack = [function]
+    while stack and len(seen) < _SEARCH_LIMIT:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, types.FunctionType):
+            stack.extend(cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType())
+            stack.extend(item.__globals__[name] for name in item.__code__.co_names if name in item.__globals__)
+            stack.extend(item.__defaults__ or ())
+        elif isinstance(item, types.MethodType):
+            stack.extend((item.__self__, item.__func__))
+        elif isinstance(item, partial):
+            stack.extend((item.func, *item.args, *item.keywords.values()))
+        elif isinstance(item, (tuple, list)):
+            stack.extend(item)
+        elif isinstance(item, dict):
+            stack.extend(item.values())
+        elif not isinstance(item, (type, types.ModuleType)):
+            stack.extend(getattr(item, "__dict__", {}).values())
+    return found
+
+
+def _check_same(link: _Link, F: Tensor) -> None:
+    """Raise if F, evaluated again at the same y, has changed: its parameters were updated in between, or it is random."""
+    if link.condition.replay is None:
+        return  # an adjoint equation: what it is made of was checked one order below
+    leaf, before = (t.detach() for t in link.operator.graph())
+    with torch.no_grad(), no_tangents():
+        change = batch.norm(F.detach() - before)
+        size = batch.norm(link.operator.rmv(leaf)) + batch.norm(before)
+        eps = torch.finfo(F.dtype).eps
+        if bool((change > eps**0.5 * size + eps).any()):
+            raise RuntimeError(
+                "The function of this implicit layer gave another value when evaluated again for a derivative of higher order: "
+                "it must be deterministic (no dropout), and its parameters must not change between forward and backward."
+            )
+
+
+def _keep(t: Tensor) -> Tensor:
+    return t
+
+
+def tangents_active() -> bool:
+    """Whether `torch.autograd.forward_ad` is at work."""
+    return fwd._current_level >= 0
+
+
+def no_tangents() -> Any:
+    """A context in which forward mode is off: solver loops must not carry tangents along."""
+    return fwd._set_fwd_grad_enabled(False)

@@ -1,0 +1,240 @@
+"""`nn.Module` faces of `argmin`, `root` and `fixed_point`: y = layer(x)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchdil.argmin import argmin
+from torchdil.batch import map_tensors
+from torchdil.fixed_point import fixed_point
+from torchdil.linear.base import LinearSolver
+from torchdil.root import root
+from torchdil.solution import FailurePolicy, Report, Solution, check_policy
+from torchdil.solve import eager
+from torchdil.solvers.base import Solver
+
+
+@dataclass(frozen=True)
+class LastSolution:
+    """`init` of a layer: start from the layer's last solution where that has the right shape, else from `first`.
+
+    Attributes:
+        first: the `init` to use otherwise: a shape or a callable of x.
+
+    Example:
+        >>> dil.ArgminLayer(score, init=dil.LastSolution((10,)))
+    """
+
+    first: Any
+
+
+class _Layer(nn.Module):
+    """What the three layers share.
+
+    `layer(x, y0=None)` calls the function as fn(y, x), or as fn(y) where x is None, and returns y. The start is `y0` if given, else
+    what `init` says:
+
+    - a shape, e.g. `(10,)`, or a nested tuple/dict of shapes: zeros of that shape for each sample, the samples being the first
+      axis of x;
+    - a callable of x, e.g. a module that learns a warm start (it gets no gradient from here: y does not depend on y0);
+    - `LastSolution(init)`: the last solution.
+
+    Attributes:
+        report: the `Report` of the last call.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        solver: Solver | Callable[..., Any] | None,
+        linear_solver: LinearSolver | None,
+        init: Any,
+        on_failure: FailurePolicy,
+    ):
+        super().__init__()
+        if not callable(function):
+            raise TypeError(f"The function of a layer must be callable as fn(y, x), got {type(function).__name__}.")
+        check_policy(on_failure)
+        self.function = function
+        self.solver = solver
+        self.linear_solver = linear_solver
+        self.init = init
+        self.on_failure: FailurePolicy = on_failure
+        self.report: Report | None = None
+        self._last: Any = None
+
+    @eager
+    def forward(self, x: Any = None, y0: Any = None) -> Any:
+        """y for the input x, attached to the graph."""
+        solution = self._solve(self._start(x) if y0 is None else y0, () if x is None else (x,))
+        self.report = solution.report
+        if isinstance(self.init, LastSolution):
+            self._last = map_tensors(Tensor.detach, solution.value)
+        return solution.value
+
+    def _solve(self, y0: Any, args: tuple[Any, ...]) -> Solution:
+        raise NotImplementedError
+
+    def _start(self, x: Any) -> Any:
+        init = self.init
+        if isinstance(init, LastSolution):
+            fresh = _initial(init.first, x)
+            return self._last if _alike(self._last, fresh) else fresh
+        if init is None:
+            raise ValueError("A start is missing: give the layer init=(a shape or a callable of x), or pass y0 in the call.")
+        return _initial(init, x)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What the last call left behind belongs to this object, not to its copies.
+        return {**self.__dict__, "report": None, "_last": None}
+
+    def extra_repr(self) -> str:
+        """The settings, for print(layer)."""
+        shown = ("solver", "linear_solver", "init")
+        return ", ".join(
+            f"{name}={getattr(self, name)!r}" for name in shown if getattr(self, name) is not None and name not in self._modules
+        )
+
+
+class ArgminLayer(_Layer):
+    """y = argmin_u score(u, x) as a layer.
+
+    Args:
+        score: f(y, x) -> (B,) for B independent problems, or () for one; an `nn.Module` or any callable.
+        solver, linear_solver, on_failure: as in `argmin`.
+        init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`.
+
+    Example:
+        >>> layer = dil.ArgminLayer(lambda y, x: ((y - x) ** 2 + y**4).sum(-1), init=(3,))
+        >>> model = nn.Sequential(nn.Linear(5, 3), layer, nn.Linear(3, 1))
+    """
+
+    def __init__(
+        self,
+        score: Callable[..., Tensor],
+        *,
+        solver: Solver | Callable[..., Any] | None = None,
+        linear_solver: LinearSolver | None = None,
+        init: Any = None,
+        on_failure: FailurePolicy = "warn",
+    ):
+        super().__init__(score, solver, linear_solver, init, on_failure)
+
+    def _solve(self, y0: Any, args: tuple[Any, ...]) -> Solution:
+        return argmin(
+            self.function, y0, args, solver=self.solver, linear_solver=self.linear_solver, on_failure=self.on_failure
+        )
+
+
+class RootLayer(_Layer):
+    """y with residual(y, x) = 0 as a layer.
+
+    Args:
+        residual: F(y, x), of the shapes of y; an `nn.Module` or any callable.
+        solver, linear_solver, on_failure: as in `root`.
+        init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`.
+        batch_dims: how many first axes of y number independent problems. 1 as in every layer of torch; 0 where `residual` mixes
+            samples.
+
+    Example:
+        >>> layer = dil.RootLayer(lambda y, x: y**3 + y - x, init=(3,))
+    """
+
+    def __init__(
+        self,
+        residual: Callable[..., Any],
+        *,
+        solver: Solver | Callable[..., Any] | None = None,
+        linear_solver: LinearSolver | None = None,
+        init: Any = None,
+        batch_dims: int = 1,
+        on_failure: FailurePolicy = "warn",
+    ):
+        super().__init__(residual, solver, linear_solver, init, on_failure)
+        self.batch_dims = batch_dims
+
+    def _solve(self, y0: Any, args: tuple[Any, ...]) -> Solution:
+        return root(
+            self.function,
+            y0,
+            args,
+            solver=self.solver,
+            linear_solver=self.linear_solver,
+            batch_dims=self.batch_dims,
+            on_failure=self.on_failure,
+        )
+
+
+class FixedPointLayer(_Layer):
+    """y = g(y, x) as a layer: a deep equilibrium model.
+
+    Args:
+        g: the map, of the shapes of y; an `nn.Module` or any callable.
+        solver, linear_solver, on_failure: as in `fixed_point`.
+        init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`.
+        batch_dims: how many first axes of y number independent problems. 1 as in every layer of torch; 0 where `g` mixes samples.
+
+    Example:
+        >>> layer = dil.FixedPointLayer(lambda y, x: torch.tanh(0.5 * y + x), init=(3,))
+    """
+
+    def __init__(
+        self,
+        g: Callable[..., Any],
+        *,
+        solver: Solver | Callable[..., Any] | None = None,
+        linear_solver: LinearSolver | None = None,
+        init: Any = None,
+        batch_dims: int = 1,
+        on_failure: FailurePolicy = "warn",
+    ):
+        super().__init__(g, solver, linear_solver, init, on_failure)
+        self.batch_dims = batch_dims
+
+    def _solve(self, y0: Any, args: tuple[Any, ...]) -> Solution:
+        return fixed_point(
+            self.function,
+            y0,
+            args,
+            solver=self.solver,
+            linear_solver=self.linear_solver,
+            batch_dims=self.batch_dims,
+            on_failure=self.on_failure,
+        )
+
+
+def _initial(init: Any, x: Any) -> Any:
+    """The start that a shape or a callable gives for x."""
+    if callable(init):
+        return init(x)
+    tensors = [t for t in pytree.tree_leaves(x) if isinstance(t, Tensor)]
+    first = tensors[0] if tensors else torch.empty(())
+    dtype = first.dtype if first.is_floating_point() else torch.get_default_dtype()
+    if torch.is_autocast_enabled(first.device.type) and dtype in (torch.float16, torch.bfloat16):
+        dtype = torch.float32  # solved in full precision, see torchdil.solve
+    samples = tuple(first.shape[:1])
+
+    def zeros(shape: Any) -> Tensor:
+        return torch.zeros(samples + tuple(shape), dtype=dtype, device=first.device)
+
+    return pytree.tree_map(zeros, init, is_leaf=_is_shape)
+
+
+def _is_shape(init: Any) -> bool:
+    return isinstance(init, (tuple, list, torch.Size)) and all(isinstance(size, int) for size in init)
+
+
+def _alike(last: Any, fresh: Any) -> bool:
+    if last is None:
+        return False
+    leaves, spec = pytree.tree_flatten(last)
+    others, other_spec = pytree.tree_flatten(fresh)
+    return spec == other_spec and all(
+        a.shape == b.shape and a.dtype == b.dtype and a.device == b.device for a, b in zip(leaves, others, strict=True)
+    )

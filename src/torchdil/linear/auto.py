@@ -1,0 +1,95 @@
+"""The default linear solver: the direct solve where n is small, the Krylov method that fits J elsewhere, and a second one for the
+samples that the first could not solve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.linear.base import LinearSolver
+from torchdil.linear.bicgstab import BiCGStab
+from torchdil.linear.cg import CG
+from torchdil.linear.dense import Dense
+from torchdil.linear.gmres import GMRES
+from torchdil.linear.minres import MINRES
+from torchdil.linear.spectrum import Either
+from torchdil.operator import Operator
+from torchdil.solution import Result, Stats, Status
+
+DENSE_BELOW = 64
+# All of J must fit: this many numbers at most (512 MB in float64).
+_DENSE_NUMBERS = 2**26
+
+
+@dataclass(frozen=True)
+class Auto(LinearSolver):
+    """Chooses by the size and the symmetry of J, and goes on where a method cannot.
+
+    Small n: `Dense`. Else, J symmetric: `CG`, then `MINRES` for samples with negative curvature or a singular J (or
+    stuck); J not
+    symmetric: `GMRES`, then `BiCGStab` for samples that are left. The report names what was used.
+
+    Attributes:
+        dense_below: the largest n to solve directly; None: 64.
+
+    Example:
+        >>> dil.argmin(score, y0, linear_solver=dil.Auto(rtol=1e-8))
+    """
+
+    dense_below: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dense_below is not None and self.dense_below < 0:
+            raise ValueError(f"dense_below must be at least 0, got {self.dense_below!r}.")
+
+    def solve(
+        self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False
+    ) -> Result:
+        samples, n = rhs.shape
+        limit = DENSE_BELOW if self.dense_below is None else self.dense_below
+        if n <= limit and samples * n * n <= _DENSE_NUMBERS:
+            return self._as(Dense).solve(operator, rhs, start, transpose=transpose)
+        # Built once, for both methods.
+        precondition = self.preconditioning(operator, transpose)
+        if operator.symmetric:
+            first, second = self._as(CG, precondition), self._as(MINRES, precondition)
+            hard = (Status.negative_curvature, Status.breakdown, Status.stagnated)
+        else:
+            first, second = self._as(GMRES, precondition), self._as(BiCGStab, precondition)
+            hard = (Status.max_steps, Status.stagnated, Status.breakdown)
+        result = first.solve(operator, rhs, start, transpose=transpose)
+        failed = torch.isin(result.status, torch.tensor([int(s) for s in hard], device=rhs.device))
+        if not bool(failed.any()):
+            return result
+        # The others have nothing left to solve, and are done at step 0.
+        rest, reached = (torch.where(failed.unsqueeze(1), a, 0.0) for a in (rhs, result.value))
+        return _combine(result, second.solve(operator, rest, reached, transpose=transpose), failed)
+
+    def _as(self, solver: type[LinearSolver], preconditioner: Callable[[Tensor], Tensor] | None = None) -> LinearSolver:
+        return solver(self.rtol, self.atol, self.max_steps, self.damping, preconditioner, self.product)
+
+
+def _combine(first: Result, second: Result, failed: Tensor) -> Result:
+    """The second result for those of the failed samples that it left no worse, else the first."""
+    a, b = first.stats, second.stats
+    better = failed & ~(b.residual > a.residual)
+
+    def pick(old: Any, new: Any) -> Tensor:
+        return torch.where(better, new, old)
+
+    stats = Stats(
+        method=f"{a.method}, then {b.method}",
+        steps=a.steps + torch.where(failed, b.steps, 0),
+        residual=pick(a.residual, b.residual),
+        tolerance=a.tolerance,
+        products=a.products + b.products,
+        history=a.history + [torch.where(failed, residual, a.residual) for residual in b.history[1:]],
+        spectrum=Either(better, a.spectrum, b.spectrum) if a.spectrum and b.spectrum else a.spectrum or b.spectrum,
+    )
+    return Result(batch.select(better, second.value, first.value), pick(first.status, second.status), stats)

@@ -1,0 +1,113 @@
+"""The seam between an operator and a linear solver.
+
+`solve(operator, rhs, start, transpose)` finds x with (J + εI) x = rhs, or with Jᵀ, for B independent systems, and returns the
+value, a status per sample and numbers. The same object serves Newton's step and the backward pass; a solver may know the
+structure of its problem and ignore the products.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.operator import STRATEGIES, Operator, Product
+from torchdil.progress import Progress
+from torchdil.solution import Result, Spectrum, Stats
+
+
+@dataclass(frozen=True)
+class LinearSolver(ABC):
+    """Base of the linear solvers.
+
+    Attributes:
+        rtol: stop a sample when ‖rhs - A x‖ <= rtol ‖rhs‖; None: 1e-10 in float64, 1e-5 in float32.
+        atol: or when ‖rhs - A x‖ <= atol.
+        max_steps: the most iterations; None: 10 n + 50, but not over 1000.
+        damping: ε; A = J + εI (Jᵀ + εI when transposed), the same in every solver.
+        preconditioner: `Jacobi()`, `Nystrom()`, `SecantMemory()` or any callable r -> M⁻¹ r on (B, n) tensors.
+        product: how products with J are made: "backward", "forward", "traced" or "measure" (see `torchdil.operator`).
+    """
+
+    rtol: float | None = None
+    atol: float = 0.0
+    max_steps: int | None = None
+    damping: float = 0.0
+    preconditioner: Any = None
+    product: str = "backward"
+
+    def __post_init__(self) -> None:
+        for name in ("rtol", "atol", "damping"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ValueError(f"{name} must be a number >= 0, got {value!r}.")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ValueError(f"max_steps must be at least 1, got {self.max_steps!r}.")
+        if self.product not in STRATEGIES:
+            raise ValueError(f"product must be one of {', '.join(map(repr, STRATEGIES))}, got {self.product!r}.")
+        if self.preconditioner is not None and not callable(self.preconditioner) and not hasattr(self.preconditioner, "build"):
+            raise TypeError(f"preconditioner must be a callable r -> M⁻¹ r or have `build`, got {self.preconditioner!r}.")
+
+    @abstractmethod
+    def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
+        """Solve A x = rhs, A = J + εI or, with `transpose`, Jᵀ + εI, for each sample.
+
+        Args:
+            operator: J at a point, (B, n).
+            rhs: the right-hand sides, (B, n).
+            start: an initial guess, (B, n); None: zero.
+            transpose: solve with Jᵀ.
+        """
+
+    def system(self, operator: Operator, transpose: bool) -> Product:
+        """p -> A p with the damping."""
+        product, damping = operator.product(transpose, self.product), self.damping
+        # Not in place: the product of a linear function (F = y - a) may be p itself.
+        return (lambda p: product(p).add(p, alpha=damping)) if damping else product
+
+    def begin(self, system: Product, rhs: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x and rhs - A x to start from. A start that is worse than zero, or not finite, is dropped per sample."""
+        if start is None:
+            return torch.zeros_like(rhs), rhs.clone()
+        r = rhs - system(start)
+        useful = batch.norm(r) <= batch.norm(rhs)
+        return torch.where(useful.unsqueeze(1), start, 0.0), batch.select(useful, r, rhs)
+
+    def preconditioning(self, operator: Operator, transpose: bool) -> Callable[[Tensor], Tensor] | None:
+        """r -> M⁻¹ r, or None."""
+        if hasattr(self.preconditioner, "build"):
+            return self.preconditioner.build(operator, transpose, self.damping)
+        return self.preconditioner
+
+    def tolerance(self, rhs: Tensor) -> Tensor:
+        """The residual to reach per sample, (B,)."""
+        rtol = batch.default_rtol(rhs.dtype) if self.rtol is None else self.rtol
+        return (rtol * batch.norm(rhs)).clamp_min(self.atol)
+
+    def progress(self, residual: Tensor, rhs: Tensor) -> Progress:
+        """Bookkeeping for an iterative solver that starts with `residual`, (B,)."""
+        n = rhs.shape[1]
+        max_steps = min(10 * n + 50, 1000) if self.max_steps is None else self.max_steps
+        return Progress(residual, self.tolerance(rhs), max_steps, patience=max(100, min(n, 1000)))
+
+    def result(
+        self, x: Tensor, progress: Progress, method: str, products: int, spectrum: Spectrum | None = None, exact: bool = True
+    ) -> Result:
+        """What an iterative solver returns once `progress` is finished."""
+        status = progress.status()
+        stats = Stats(
+            method=method,
+            steps=progress.steps,
+            residual=progress.history[-1],
+            tolerance=progress.tolerance,
+            products=products,
+            history=progress.history,
+            spectrum=spectrum,
+            exact=exact,
+        )
+        return Result(x, status, stats)

@@ -1,0 +1,90 @@
+"""Conjugate gradients: the paper's VJP_CG (Algorithm 1), per sample, preconditioned.
+
+H g = v with H symmetric positive (semi-)definite, one product with H a step. How it differs from the textbook:
+1. every sample has its own step size and stops on its own;
+2. the curvature pᵀHp is compared with the largest seen: a negative one ends the sample as `negative_curvature`, one that is
+   zero to rounding as `breakdown` (H is singular and v is not in its range);
+3. `flexible=True` uses the Polak-Ribière β, which stays right when the preconditioner changes from step to step;
+4. the coefficients are kept: they are the Lanczos tridiagonal matrix, whose eigenvalues estimate those of H for free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.linear.base import LinearSolver
+from torchdil.linear.normal_cg import NormalCG
+from torchdil.linear.spectrum import Ritz
+from torchdil.operator import Operator
+from torchdil.solution import Result, Status
+
+
+@dataclass(frozen=True)
+class CG(LinearSolver):
+    """Conjugate gradients for a symmetric positive definite J (the Hessian at a minimum).
+
+    Where J is not symmetric (a root, a fixed point) this is CG on the normal equations, as in the paper, and the report says so.
+
+    Attributes:
+        flexible: use the Polak-Ribière β, for preconditioners that change.
+
+    Example:
+        >>> dil.argmin(score, y0, linear_solver=dil.CG(rtol=1e-8, damping=1e-6))
+    """
+
+    flexible: bool = False
+
+    def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
+        if not operator.symmetric:
+            shared = {f.name: getattr(self, f.name) for f in fields(LinearSolver)}
+            result = NormalCG(**shared).solve(operator, rhs, start, transpose=transpose)
+            result.stats.method = "CG on the normal equations"
+            return result
+        system = self.system(operator, transpose)
+        precondition = self.preconditioning(operator, transpose) or (lambda r: r)
+        before = operator.products
+        x, r = self.begin(system, rhs, start)
+        z = precondition(r)
+        p = z.clone()
+        rz = batch.dot(r, z)
+        p_norm2 = rz  # pᵀMp by recurrence, since r is M-orthogonal to the last direction
+        origin, initial = x.clone(), batch.norm(r)
+        largest, least = torch.zeros_like(rz), torch.full_like(rz, torch.inf)
+        eps = torch.finfo(rhs.dtype).eps
+        alphas: list[Tensor] = []
+        betas: list[Tensor] = []
+        progress = self.progress(initial, rhs)
+        while not progress.finished():
+            q = system(p)
+            pq = batch.dot(p, q)
+            curvature = batch.divide(pq, p_norm2)
+            largest = torch.maximum(largest, curvature.abs())
+            floor = 10 * eps * largest
+            progress.stop(curvature < -floor, Status.negative_curvature)
+            progress.stop(torch.minimum(least, curvature) <= floor, Status.breakdown)
+            least = torch.where(progress.running, torch.minimum(least, curvature), least)
+            alpha = torch.where(progress.running, batch.divide(rz, pq), 0.0)
+            x.addcmul_(alpha.unsqueeze(1), p)
+            z_old = z.clone() if self.flexible else None  # z may be r itself, which the next line changes
+            r.addcmul_(alpha.unsqueeze(1), q, value=-1)
+            del q
+            z = precondition(r)
+            rz_old, rz = rz, batch.dot(r, z)
+            beta = batch.divide(rz if z_old is None else rz - batch.dot(r, z_old), rz_old)
+            torch.addcmul(z, beta.unsqueeze(1), p, out=p)
+            p_norm2 = rz + beta.square() * p_norm2
+            alphas.append(alpha)
+            betas.append(beta)
+            progress.advance(rz.clamp_min(0).sqrt() if z is r else batch.norm(r))
+        # H is singular: near its null space a step divides by a rounding error. Where that led astray, no step is better.
+        stuck = torch.isin(progress.status(), torch.tensor([Status.breakdown, Status.stagnated], device=x.device))
+        residual = progress.history[-1]
+        astray = (least <= eps * largest) | (stuck & ~(residual <= initial))
+        x, progress.history[-1] = batch.select(astray, origin, x), torch.where(astray, initial, residual)
+        method = ("preconditioned " if self.preconditioner is not None else "") + "CG"
+        spectrum = Ritz(alphas, betas) if self.preconditioner is None and alphas else None
+        return self.result(x, progress, method, operator.products - before, spectrum)

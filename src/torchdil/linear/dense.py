@@ -1,0 +1,126 @@
+"""The paper's "naive" solve: build J, factorise it.
+
+A x = rhs with A = J + εI from all rows of J in one batched product. Cholesky where J is symmetric, LU for the samples that are
+not positive definite, the pseudo-inverse for those that are singular. For tens of unknowns nothing is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.linear.base import LinearSolver
+from torchdil.linear.spectrum import Matrix
+from torchdil.operator import Operator
+from torchdil.solution import Result, Stats, Status
+
+
+@dataclass(frozen=True)
+class Dense(LinearSolver):
+    """A direct solve with the explicit J, O(n³) a sample.
+
+    The residual may reach rtol ‖rhs‖ plus what rounding leaves of a backward-stable solve, 100 n eps ‖A‖ ‖x‖ (but not more than
+    eps^(1/3) ‖rhs‖). An indefinite A is solved like any other. A singular A gets the least-squares solution of minimum norm:
+    `converged` where rhs is in the range, `breakdown` where it is not. Of the base's fields, `max_steps`, `preconditioner` and
+    `product` have no use here.
+
+    Example:
+        >>> dil.argmin(score, y0, linear_solver=dil.Dense())
+    """
+
+    def solve(
+        self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False
+    ) -> Result:
+        before = operator.products
+        J = operator.dense()
+        n = J.shape[1]
+        # The factorisations know float32 and float64 only.
+        dtype = rhs.dtype if rhs.dtype in (torch.float32, torch.float64) else torch.float32
+        eye = torch.eye(n, dtype=dtype, device=J.device)
+        A = (J.mT if transpose and not operator.symmetric else J).to(dtype) + self.damping * eye
+        # A sample that is not finite makes LAPACK raise for the whole batch: it is solved as x = 0 and marked afterwards.
+        whole = torch.isfinite(A).all(dim=2).all(dim=1) & batch.finite(rhs)
+        A = torch.where(whole[:, None, None], A, eye)
+        b = torch.where(whole.unsqueeze(1), rhs.to(dtype), 0.0)
+        tolerance = self.tolerance(b)
+        x, singular = self._factor_and_solve(A, b, tolerance, operator.symmetric)
+        if bool(singular.any()):
+            least = _minimum_norm(A[singular], b[singular], operator.symmetric)
+            first, second = (batch.norm(_residual(A[singular], b[singular], u)) for u in (x[singular], least))
+            # Tiny pivots are no proof: a badly scaled A, diag(1, 1e-20), is solved well by LU and only by LU.
+            keep = (first <= tolerance[singular]) & (first < 1e-3 * second)
+            x[singular] = batch.select(keep, x[singular], least)
+        residual = batch.norm(_residual(A, b, x))
+        tolerance = tolerance + _rounding(A, b, x)
+        status = torch.where(residual <= tolerance, int(Status.converged), int(Status.breakdown))
+        stats = Stats(
+            method="Dense",
+            steps=(batch.norm(rhs) > 0).long(),
+            residual=torch.where(whole, residual, torch.nan).to(rhs.dtype),
+            tolerance=tolerance.to(rhs.dtype),
+            products=operator.products - before,
+            spectrum=Matrix(A, operator.symmetric),
+        )
+        value = torch.where(whole.unsqueeze(1), x, torch.nan).to(rhs.dtype)
+        return Result(value, torch.where(whole, status, int(Status.non_finite)), stats)
+
+    @staticmethod
+    def _factor_and_solve(A: Tensor, b: Tensor, tolerance: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
+        """x, and which samples are singular to rounding."""
+        solve, pivots = _factorise(A, symmetric)
+        x = solve(b)
+        r = _residual(A, b, x)
+        if not bool((batch.norm(r) <= tolerance).all()):  # one step of iterative refinement
+            refined = x + solve(r)
+            r_refined = _residual(A, b, refined)
+            better = batch.norm(r_refined) < batch.norm(r)
+            x, r = batch.select(better, refined, x), batch.select(better, r_refined, r)
+        solved = (batch.norm(r) <= tolerance + _rounding(A, b, x)) & batch.finite(x)
+        return x, ~solved | (pivots.amin(dim=1) <= _rank_floor(A) * pivots.amax(dim=1))
+
+
+def _factorise(A: Tensor, symmetric: bool) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """The function b -> A⁻¹ b on (B, n), and the sizes of the pivots, (B, n)."""
+    if not symmetric:
+        LU, order, _ = torch.linalg.lu_factor_ex(A)
+        backward = partial(torch.linalg.lu_solve, LU, order)
+        return lambda b: backward(b.unsqueeze(2)).squeeze(2), torch.diagonal(LU, dim1=1, dim2=2).abs()
+    L, info = torch.linalg.cholesky_ex(A)
+    pivots = torch.diagonal(L, dim1=1, dim2=2).square()
+    indefinite = info != 0
+    if not bool(indefinite.any()):
+        return lambda b: torch.cholesky_solve(b.unsqueeze(2), L).squeeze(2), pivots
+    solve_rest, rest_pivots = _factorise(A[indefinite], symmetric=False)
+
+    def solve(b: Tensor) -> Tensor:
+        x = torch.cholesky_solve(b.unsqueeze(2), L).squeeze(2)
+        x[indefinite] = solve_rest(b[indefinite])
+        return x
+
+    return solve, pivots.index_put((indefinite,), rest_pivots)
+
+
+def _minimum_norm(A: Tensor, b: Tensor, symmetric: bool) -> Tensor:
+    inverse = torch.linalg.pinv(A, rtol=_rank_floor(A), hermitian=symmetric)
+    return (inverse @ b.unsqueeze(2)).squeeze(2)
+
+
+def _residual(A: Tensor, b: Tensor, x: Tensor) -> Tensor:
+    return b - (A @ x.unsqueeze(2)).squeeze(2)
+
+
+def _rounding(A: Tensor, b: Tensor, x: Tensor) -> Tensor:
+    """What rounding may leave of the residual; capped, lest a huge x of a singular A pass for a solution."""
+    eps = torch.finfo(A.dtype).eps
+    size = torch.linalg.matrix_norm(A) * batch.norm(x)
+    return torch.minimum(100 * A.shape[1] * eps * size, eps ** (1 / 3) * batch.norm(b))
+
+
+def _rank_floor(A: Tensor) -> float:
+    """Pivots and singular values below this, relative to the largest, are rounding errors of zero."""
+    return 10 * A.shape[1] * torch.finfo(A.dtype).eps

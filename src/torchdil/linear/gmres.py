@@ -1,0 +1,134 @@
+"""Restarted GMRES, per sample, right-preconditioned.
+
+A M⁻¹ u = r with x += M⁻¹ u: of all u in the Krylov space span{r, AM⁻¹r, ...} the one with the smallest residual, for any square
+A. Preconditioning from the right leaves the residual that is minimised, and tested, the true one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.linear.base import LinearSolver
+from torchdil.linear.spectrum import Matrix
+from torchdil.operator import Operator
+from torchdil.solution import Result, Status
+
+
+@dataclass(frozen=True)
+class GMRES(LinearSolver):
+    """GMRES(restart) for any J: one product a step, `restart` + 1 basis vectors of memory.
+
+    A singular system whose right-hand side is not in the range ends as `breakdown` or `stagnated`.
+
+    Attributes:
+        restart: how many basis vectors to keep before starting anew from the true residual.
+
+    Example:
+        >>> dil.root(residual, y0, linear_solver=dil.GMRES(restart=50))
+    """
+
+    restart: int = 30
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.restart < 1:
+            raise ValueError(f"restart must be at least 1, got {self.restart!r}.")
+
+    def solve(
+        self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False
+    ) -> Result:
+        system = self.system(operator, transpose)
+        precondition = self.preconditioning(operator, transpose) or (lambda r: r)
+        before = operator.products
+        x, r = self.begin(system, rhs, start)
+        samples, n = rhs.shape
+        m = min(self.restart, n) if self.max_steps is None else min(self.restart, n, self.max_steps)
+        eps = torch.finfo(rhs.dtype).eps
+        largest = torch.zeros_like(rhs[:, 0])
+        spectrum = None
+        progress = self.progress(batch.norm(r), rhs)
+        while not progress.finished():
+            beta = batch.norm(r)
+            V = rhs.new_zeros(samples, m + 1, n)
+            V[:, 0] = batch.scale(batch.divide(torch.ones_like(beta), beta), r)
+            H = rhs.new_zeros(samples, m + 1, m)
+            # H = QᵀR: Q, the product of all Givens rotations so far, turns a new column in one product.
+            Q = torch.eye(m + 1, dtype=rhs.dtype, device=rhs.device).repeat(samples, 1, 1)
+            # Columns that a sample does not take stay unit vectors, with nothing on their right-hand side.
+            R = torch.eye(m, dtype=rhs.dtype, device=rhs.device).repeat(samples, 1, 1)
+            g = rhs.new_zeros(samples, m)
+            estimates = [torch.where(progress.running, beta, progress.history[-1])]
+            for k in range(m):
+                if progress.finished():
+                    break
+                w, h = _orthogonalise(system(precondition(V[:, k])), V[:, : k + 1])
+                below = batch.norm(w)
+                column = (Q[:, : k + 1, : k + 1] @ h.unsqueeze(2)).squeeze(2)
+                pivot = torch.hypot(column[:, k], below)
+                largest = torch.maximum(largest, torch.hypot(batch.norm(column), below))
+                # A pivot that is zero to rounding: the system is singular, and dividing by it would add noise.
+                progress.stop(pivot <= 10 * eps * largest, Status.breakdown)
+                active = progress.running
+                c, s = batch.divide(column[:, k], pivot), batch.divide(below, pivot)
+                _rotate(Q, k, torch.where(active, c, 1.0), torch.where(active, s, 0.0))
+                R[:, :k, k] = torch.where(active.unsqueeze(1), column[:, :k], 0.0)
+                R[:, k, k] = torch.where(active, pivot, 1.0)
+                g[:, k] = torch.where(active, beta * Q[:, k, 0], 0.0)
+                V[:, k + 1] = batch.scale(batch.divide(torch.ones_like(below), below), w)
+                # Untaken columns of H: one entry ‖A v₀‖, which lies between the extreme singular values of the rest.
+                H[:, : k + 1, k] = torch.where(active.unsqueeze(1), h, 0.0)
+                H[:, k + 1, k] = torch.where(active, below, batch.norm(H[:, :2, 0]))
+                estimates.append(torch.where(active, beta * Q[:, k + 1, 0].abs(), estimates[-1]))
+                progress.advance(estimates[-1])
+            k = len(estimates) - 1
+            if spectrum is None and self.preconditioner is None:  # the first cycle is the longest
+                stepped = (progress.steps > 0)[:, None, None]
+                spectrum = Matrix(torch.where(stepped, H[:, : k + 1, :k], torch.nan))
+            u = _trusted(R[:, :k, :k], g[:, :k], torch.stack(estimates, dim=1), eps * largest)
+            trial = x + precondition((u.unsqueeze(1) @ V[:, :k]).squeeze(1))
+            r_trial = rhs - system(trial)
+            better = (batch.norm(r_trial) < beta) & (u != 0).any(dim=1)
+            x, r = batch.select(better, trial, x), batch.select(better, r_trial, r)
+            refuted = progress.correct(batch.norm(r))
+            progress.stop(refuted & ~(batch.norm(r) < 0.5 * beta), Status.stagnated)
+        method = ("preconditioned " if self.preconditioner is not None else "") + f"GMRES({self.restart})"
+        return self.result(x, progress, method, operator.products - before, spectrum)
+
+
+def _orthogonalise(w: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """w minus its projection on the basis (B, k, n), and the coefficients (B, k).
+
+    Classical Gram-Schmidt, twice: two batched products a pass, and as orthogonal as rounding allows.
+    """
+    first = basis @ w.unsqueeze(2)
+    w = w - (first.mT @ basis).squeeze(1)
+    second = basis @ w.unsqueeze(2)
+    w = w - (second.mT @ basis).squeeze(1)
+    return w, (first + second).squeeze(2)
+
+
+def _trusted(R: Tensor, g: Tensor, estimates: Tensor, rounding: Tensor) -> Tensor:
+    """The solution u of R u = g by as many columns as do good, (B, k).
+
+    With j columns the residual is estimates[j] plus what rounding makes of the product A u, some eps ‖A‖ ‖u‖. Where A is
+    singular the last columns lower the former and blow up the latter; the first j that is as good as any is taken.
+    """
+    eps = torch.finfo(g.dtype).eps
+    eye = torch.eye(g.shape[1], dtype=g.dtype, device=g.device)
+    inverse = torch.linalg.solve_triangular(R, eye, upper=True)
+    solutions = torch.nn.functional.pad((inverse * g.unsqueeze(1)).cumsum(dim=2), (1, 0))  # column j: by j columns
+    expected = estimates + 20 * rounding.unsqueeze(1) * torch.linalg.vector_norm(solutions, dim=1)
+    good = expected <= (1 + 1e4 * eps) * expected.amin(dim=1, keepdim=True)
+    chosen = good.long().argmax(dim=1)  # the first True
+    return solutions.gather(2, chosen[:, None, None].expand(-1, g.shape[1], 1)).squeeze(2)
+
+
+def _rotate(Q: Tensor, k: int, c: Tensor, s: Tensor) -> None:
+    """Rows k and k + 1 of Q turned by the rotation (c, s), in place."""
+    upper, lower = Q[:, k].clone(), Q[:, k + 1].clone()
+    Q[:, k] = batch.scale(c, upper) + batch.scale(s, lower)
+    Q[:, k + 1] = batch.scale(c, lower) - batch.scale(s, upper)

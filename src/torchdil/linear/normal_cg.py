@@ -1,0 +1,63 @@
+"""CG on the normal equations AᵀA x = Aᵀ b, in the form that keeps the residual b - A x itself (CGLS)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.linear.base import LinearSolver
+from torchdil.linear.spectrum import Ritz
+from torchdil.operator import Operator
+from torchdil.solution import Result, Status
+
+
+@dataclass(frozen=True)
+class NormalCG(LinearSolver):
+    """CG on the normal equations AᵀA x = Aᵀ rhs: any square A, two products a step, the condition number squared.
+
+    The paper solves its Newton systems so. The residual that is tested is that of A x = rhs itself.
+    A preconditioner applies to AᵀA.
+
+    Example:
+        >>> dil.root(residual, y0, solver=dil.Newton(linear_solver=dil.NormalCG()))
+    """
+
+    def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
+        system, adjoint = self.system(operator, transpose), self.system(operator, not transpose)
+        precondition = self.preconditioning(operator, transpose) or (lambda s: s)
+        before = operator.products
+        x, r = self.begin(system, rhs, start)
+        s = adjoint(r)
+        z = precondition(s)
+        p = z.clone()
+        sz = batch.dot(s, z)
+        p_norm2 = sz
+        largest = torch.zeros_like(sz)
+        eps = torch.finfo(rhs.dtype).eps
+        alphas: list[Tensor] = []
+        betas: list[Tensor] = []
+        progress = self.progress(batch.norm(r), rhs)
+        while not progress.finished():
+            q = system(p)
+            qq = batch.dot(q, q)
+            curvature = batch.divide(qq, p_norm2)
+            largest = torch.maximum(largest, curvature)
+            # ‖Ap‖² is a square: below eps² relative to the largest it is rounding, and A is singular.
+            progress.stop(curvature <= (10 * eps) ** 2 * largest, Status.breakdown)
+            alpha = torch.where(progress.running, batch.divide(sz, qq), 0.0)
+            x.addcmul_(alpha.unsqueeze(1), p)
+            r.addcmul_(alpha.unsqueeze(1), q, value=-1)
+            s = adjoint(r)
+            z = precondition(s)
+            sz_old, sz = sz, batch.dot(s, z)
+            beta = batch.divide(sz, sz_old)
+            torch.addcmul(z, beta.unsqueeze(1), p, out=p)
+            p_norm2 = sz + beta.square() * p_norm2
+            alphas.append(alpha)
+            betas.append(beta)
+            progress.advance(batch.norm(r))
+        spectrum = Ritz(alphas, betas, squared=True) if self.preconditioner is None and alphas else None
+        return self.result(x, progress, "NormalCG", operator.products - before, spectrum)

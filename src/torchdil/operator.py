@@ -1,0 +1,228 @@
+"""The Jacobian J = ∂F/∂y at a point, matrix-free.
+
+F maps (B, n) to (B, n) and row b of F depends on row b of y only, so J is block-diagonal and one product serves all samples.
+How a product is made is a strategy, because it decides the speed of everything above it:
+
+- "backward": `autograd.grad` on the graph of F, built once (double backward for an argmin). Works for every torch function.
+- "forward": forward mode through F, re-evaluated for each product. Often the fastest on a GPU; needs forward-mode rules.
+- "traced": the backward product, traced once; what does not depend on the vector is computed once. For long solves.
+- "measure": time one product of each and keep the fastest; the choice is remembered for the function and the shapes.
+
+A strategy that cannot do the function at hand falls back to "backward" without a word: the numbers are the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Product = Callable[[Tensor], Tensor]
+STRATEGIES = ("backward", "forward", "traced", "measure")
+
+# Rows of the Jacobian computed in one batched product: at most this many numbers at a time.
+_DENSE_CHUNK = 2**24
+# Tracing costs once what is divided over the products of a solve; this many are assumed when strategies are timed.
+_ASSUMED_PRODUCTS = 50
+
+_choices: dict[Hashable, str] = {}
+_choices_lock = threading.Lock()
+
+
+class Operator:
+    """J at `y`, with products J p (`mv`) and Jᵀ p (`rmv`).
+
+    Args:
+        residual: F, a function (B, n) -> (B, n) whose rows are independent.
+        y: the point, (B, n).
+        symmetric: whether J = Jᵀ (the Hessian of an argmin).
+        graph: `(leaf, F(leaf))` where the graph of F at y exists already; else it is built when first needed.
+        key: identifies the function for remembered choices of "measure".
+
+    Attributes:
+        products: how many products have been made.
+        pairs: secant pairs (Δy, ΔF) left by the forward solver, for preconditioners that use them.
+    """
+
+    def __init__(
+        self,
+        residual: Callable[[Tensor], Tensor],
+        y: Tensor,
+        symmetric: bool,
+        *,
+        graph: tuple[Tensor, Tensor] | None = None,
+        key: Hashable = None,
+    ):
+        self.residual = residual
+        self.y = y.detach()
+        self.symmetric = symmetric
+        self.products = 0
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self._graph = graph
+        self._key = key
+        self._made: dict[tuple[str, bool], Product] = {}
+        self._transposed_graph: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """(B, n)."""
+        return self.y.shape
+
+    def mv(self, p: Tensor, strategy: str = "backward") -> Tensor:
+        """J p, (B, n) -> (B, n)."""
+        return self.product(transpose=False, strategy=strategy)(p)
+
+    def rmv(self, p: Tensor, strategy: str = "backward") -> Tensor:
+        """Jᵀ p, (B, n) -> (B, n)."""
+        return self.product(transpose=True, strategy=strategy)(p)
+
+    def product(self, transpose: bool, strategy: str = "backward") -> Product:
+        """The function p -> J p or Jᵀ p, made once per strategy."""
+        if strategy not in STRATEGIES:
+            raise ValueError(f"product must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}.")
+        transpose = transpose or self.symmetric
+        if (strategy, transpose) not in self._made:
+            self._made[strategy, transpose] = self._make(strategy, transpose)
+        made = self._made[strategy, transpose]
+
+        def counted(p: Tensor) -> Tensor:
+            self.products += 1
+            return made(p)
+
+        return counted
+
+    def dense(self) -> Tensor:
+        """J as a (B, n, n) tensor: all rows in batched products, in chunks that bound the memory."""
+        y, F = self.graph()
+        samples, n = self.shape
+        eye = torch.eye(n, dtype=y.dtype, device=y.device)
+        chunk = max(1, _DENSE_CHUNK // max(1, samples * n))
+        rows = [self._rows(y, F, eye[i : i + chunk]) for i in range(0, n, chunk)]
+        self.products += n
+        return torch.cat(rows).transpose(0, 1)
+
+    def diagonal(self) -> Tensor:
+        """The diagonal of J, (B, n), exact."""
+        return torch.diagonal(self.dense(), dim1=1, dim2=2)
+
+    def graph(self) -> tuple[Tensor, Tensor]:
+        """`(leaf, F(leaf))`, the graph of F at the point."""
+        if self._graph is None:
+            with torch.enable_grad():
+                leaf = self.y.detach().requires_grad_()
+                self._graph = leaf, self.residual(leaf)
+        return self._graph
+
+    def _rows(self, y: Tensor, F: Tensor, eye: Tensor) -> Tensor:
+        """Rows of J for the unit vectors in `eye` (k, n), as (k, B, n)."""
+        vectors = eye.unsqueeze(1).expand(-1, F.shape[0], -1)
+        try:
+            (rows,) = torch.autograd.grad(F, y, vectors, retain_graph=True, is_grads_batched=True, materialize_grads=True)
+        except RuntimeError:  # an operation without a batching rule, e.g. a custom Function
+            rows = torch.stack([self._backward(y, F, v) for v in vectors])
+        return rows
+
+    @staticmethod
+    def _backward(y: Tensor, F: Tensor, p: Tensor) -> Tensor:
+        (product,) = torch.autograd.grad(F, y, p, retain_graph=True, materialize_grads=True)
+        return product
+
+    def _make(self, strategy: str, transpose: bool) -> Product:
+        if strategy == "measure":
+            return self._fastest(transpose)
+        if strategy == "forward":
+            return self._with_fallback(self._forward_product, transpose)
+        if strategy == "traced":
+            return self._with_fallback(self._traced_product, transpose)
+        return self._backward_product(transpose)
+
+    def _backward_product(self, transpose: bool) -> Product:
+        y, F = self.graph()
+        if transpose:
+            return lambda p: self._backward(y, F, p)
+        # J p from Jᵀ u, which is linear in u: its graph is built once, and its transpose is J.
+        if self._transposed_graph is None:
+            with torch.enable_grad():
+                u = torch.zeros_like(F, requires_grad=True)
+                (w,) = torch.autograd.grad(F, y, u, create_graph=True, materialize_grads=True)
+            self._transposed_graph = u, w
+        u, w = self._transposed_graph
+        if not w.requires_grad:  # F does not depend on y
+            return torch.zeros_like
+        return lambda p: self._backward(u, w, p)
+
+    def _forward_product(self, transpose: bool) -> Product:
+        if transpose and not self.symmetric:
+            raise NotImplementedError  # forward mode gives J p only
+        y, residual = self.y, self.residual
+        return lambda p: torch.func.jvp(residual, (y,), (p,))[1]
+
+    def _traced_product(self, transpose: bool) -> Product:
+        from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and few need it
+
+        return _fold(make_fx(self._backward_product(transpose))(torch.zeros_like(self.y)))
+
+    def _with_fallback(self, make: Callable[[bool], Product], transpose: bool) -> Product:
+        try:
+            with torch.no_grad():
+                product = make(transpose)
+                product(torch.zeros_like(self.y))  # rules that are missing show only in a call
+        except (RuntimeError, NotImplementedError, ValueError, TypeError):
+            return self._backward_product(transpose)
+        return product
+
+    def _fastest(self, transpose: bool) -> Product:
+        key = (self._key, self.shape, self.y.dtype, self.y.device, transpose)
+        with _choices_lock:
+            choice = _choices.get(key) if self._key is not None else None
+        if choice is None:
+            choice = min(STRATEGIES[:-1], key=lambda strategy: self._seconds(strategy, transpose))
+            with _choices_lock:
+                _choices[key] = choice
+        return self._make(choice, transpose)
+
+    def _seconds(self, strategy: str, transpose: bool) -> float:
+        """The time of one product, its making shared out over the products of a typical solve."""
+        p = torch.ones_like(self.y)
+        start = _clock(self.y)
+        product = self._make(strategy, transpose)
+        making = _clock(self.y) - start
+        times = []
+        for _ in range(3):
+            start = _clock(self.y)
+            product(p)
+            times.append(_clock(self.y) - start)
+        return min(times) + making / _ASSUMED_PRODUCTS
+
+
+def _fold(traced: Any) -> Product:
+    """Compute once what a traced product does not need its vector for, and return the linear rest."""
+    known: dict[Any, Any] = {}
+    for node in list(traced.graph.nodes):
+        inputs = node.all_input_nodes
+        if node.op == "get_attr":
+            known[node] = getattr(traced, node.target)
+        elif node.op == "call_function" and all(source in known for source in inputs):
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+            known[node] = node.target(*args, **kwargs)
+            if not isinstance(known[node], Tensor):
+                continue  # a tuple: its tensors are folded where they are taken out of it
+            name = f"_folded_{len(known)}"
+            traced.register_buffer(name, known[node])
+            with traced.graph.inserting_before(node):
+                constant = traced.graph.get_attr(name)
+            node.replace_all_uses_with(constant)
+            known[constant] = known[node]
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    return lambda p: traced(p)
+
+
+def _clock(y: Tensor) -> float:
+    if y.is_cuda:
+        torch.cuda.synchronize(y.device)
+    return time.perf_counter()

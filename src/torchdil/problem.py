@@ -1,0 +1,103 @@
+"""A problem as solvers see it: F(y) = 0 for a batch of unknowns y (B, n), and for an argmin the objective that F is the gradient of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torchdil.batch import Layout
+from torchdil.operator import Operator
+from torchdil.transform import transforms_active
+
+Call = Callable[..., Any]
+
+
+class Statement(ABC):
+    """The mathematics of a problem class: what must vanish at the answer.
+
+    `call(y, *args)` is the user's function; y and the result are in the user's structure, everything else is (B, n).
+    """
+
+    name: ClassVar[str]
+    argument: ClassVar[str]  # what the user's function is called in the signature
+    symmetric: ClassVar[bool]
+    has_objective: ClassVar[bool] = False
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+
+    @abstractmethod
+    def residual(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
+        """F(y), (B, n); differentiable when grad is enabled."""
+
+    def objective(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
+        """What y minimises, (B,)."""
+        raise TypeError(f"{self.name} has no objective.")
+
+
+@dataclass
+class Problem:
+    """A `Statement` with its function and arguments filled in.
+
+    Attributes:
+        name: "argmin", "root" or "fixed_point".
+        symmetric: whether J = Jᵀ.
+        residual: F, (B, n) -> (B, n).
+        objective: f, (B, n) -> (B,); None unless the problem is an argmin.
+        key: identifies the user's function, see `Operator`.
+        keep: how many secant pairs to keep.
+        pairs: the last secant pairs (Δy, ΔF) of the solver, (B, n) each.
+        evaluations: how often F was evaluated.
+    """
+
+    name: str
+    symmetric: bool
+    residual: Callable[[Tensor], Tensor]
+    objective: Callable[[Tensor], Tensor] | None = None
+    key: Hashable = None
+    keep: int = 0
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    evaluations: int = 0
+
+    def evaluate(self, y: Tensor) -> Tensor:
+        """F(y) without a graph."""
+        self.evaluations += 1
+        with torch.no_grad():
+            return self.residual(y).detach()
+
+    def value(self, y: Tensor) -> Tensor:
+        """f(y) without a graph."""
+        assert self.objective is not None
+        with torch.no_grad():
+            return self.objective(y)
+
+    def operator(self, y: Tensor) -> Operator:
+        """J at y."""
+        return Operator(self.residual, y, self.symmetric, key=self.key)
+
+    def remember(self, dy: Tensor, dF: Tensor) -> None:
+        """A step of the solver, for preconditioners that learn from it."""
+        if self.keep:
+            self.pairs = [*self.pairs, (dy, dF)][-self.keep :]
+
+
+def gradient(f: Callable[[Tensor], Tensor], y: Tensor, argument: str) -> Tensor:
+    """∇f(y) of a scalar function, differentiable when grad is enabled."""
+    if transforms_active():
+        return torch.func.grad(f)(y)
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        if not (create_graph and y.requires_grad):
+            y = y.detach().requires_grad_()
+        value = f(y)
+        if not value.requires_grad:
+            raise ValueError(f"{argument} must depend on y differentiably, but its value has no gradient with respect to y.")
+        (grad,) = torch.autograd.grad(value, y, create_graph=create_graph, allow_unused=True)
+    if grad is None:
+        raise ValueError(f"{argument} must depend on y, but its value does not change with y.")
+    return grad

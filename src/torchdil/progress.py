@@ -1,0 +1,96 @@
+"""Per-sample bookkeeping of an iteration: who still runs, who is done, and why.
+
+Solvers ask `finished()` before each step and tell `advance(residual)` after it. A sample that is done is frozen: it keeps its
+status, its step count and, because solvers multiply its updates by zero, its value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchdil.batch import check_every
+from torchdil.solution import Status
+
+_RUNNING = -1
+# Rare ends (non-finite values, stagnation) are looked for every so many steps: they cost more to test than convergence.
+_REVIEW_EVERY = 10
+_IMPROVEMENT = 0.999
+
+
+class Progress:
+    """The state of B solves that advance together.
+
+    Args:
+        residual: ‖residual‖ at the start, (B,).
+        tolerance: the residual to reach, (B,).
+        max_steps: the most steps to take.
+        patience: steps without a new best residual after which a sample has stagnated.
+    """
+
+    def __init__(self, residual: Tensor, tolerance: Tensor, max_steps: int, patience: int):
+        self.tolerance = tolerance
+        self.history: list[Tensor] = []
+        self.running = torch.ones_like(residual, dtype=torch.bool)
+        self.steps = torch.zeros_like(residual, dtype=torch.long)
+        self._status = torch.full_like(self.steps, _RUNNING)
+        self._best, self._best_step = residual, 0
+        self._stale = torch.zeros_like(self.steps)
+        self._max_steps, self._patience = max_steps, patience
+        self._check_every = check_every(residual.device)
+        self._taken = 0
+        self._record(residual)
+        self._review(residual)
+
+    def finished(self) -> bool:
+        """Whether no sample needs another step."""
+        if self._taken >= self._max_steps:
+            return True
+        return self._taken % self._check_every == 0 and not bool(self.running.any())
+
+    def advance(self, residual: Tensor) -> None:
+        """One step was taken and left `residual`, (B,)."""
+        self._taken += 1
+        self.steps += self.running
+        self._record(residual)
+        if self._taken % _REVIEW_EVERY == 0:
+            self._review(residual)
+
+    def stop(self, mask: Tensor, status: Status) -> None:
+        """End the running samples in `mask` with `status`."""
+        mask = mask & self.running
+        self._status = torch.where(mask, int(status), self._status)
+        self.running = self.running & ~mask
+
+    def correct(self, residual: Tensor) -> Tensor:
+        """Replace the last residual, a recurrence's estimate, by the true one; who claimed to converge and had not runs again.
+
+        Returns:
+            The mask of those, (B,).
+        """
+        self.history[-1] = residual
+        refuted = (self._status == int(Status.converged)) & ~(residual <= self.tolerance)
+        self._status = torch.where(refuted, _RUNNING, self._status)
+        self.running = self.running | refuted
+        self.stop(residual <= self.tolerance, Status.converged)
+        return refuted
+
+    def status(self) -> Tensor:
+        """A `Status` code per sample, (B,); call when finished."""
+        self._review(self.history[-1])
+        return torch.where(self._status == _RUNNING, int(Status.max_steps), self._status)
+
+    def _record(self, residual: Tensor) -> None:
+        self.history.append(residual)
+        self.stop(residual <= self.tolerance, Status.converged)
+
+    def _review(self, residual: Tensor) -> None:
+        self.stop(~torch.isfinite(residual), Status.non_finite)
+        improved = residual < _IMPROVEMENT * self._best
+        for past in self.history[self._best_step + 1 : -1]:
+            improved = improved | (past < _IMPROVEMENT * self._best)
+            self._best = torch.minimum(self._best, past)
+        self._best = torch.minimum(self._best, residual)
+        self._stale = torch.where(improved, 0, self._stale + (self._taken - self._best_step))
+        self._best_step = self._taken
+        self.stop(self._stale > self._patience, Status.stagnated)

@@ -1,0 +1,283 @@
+"""What a solve says of itself: `Status`, `Stats`, `Solution`, `Report`, and what to do when it failed.
+
+Every solve, forward or backward, ends with one `Status` per sample. `Report` keeps both solves of a layer and derives from the
+extreme Ritz values θ_min of the backward's Krylov space how far the answers are from the exact ones:
+‖y - y*‖ ≈ ‖F(y)‖ / θ_min and ‖g - g*‖ ≈ ‖v - Jᵀg‖ / θ_min.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+FailurePolicy = Literal["raise", "warn", "ignore", "zero", "nan"]
+POLICIES = ("raise", "warn", "ignore", "zero", "nan")
+
+
+class Status(IntEnum):
+    """How the solve of one sample ended; anything but `converged` is a failure."""
+
+    converged = 0
+    max_steps = 1
+    stagnated = 2
+    negative_curvature = 3
+    breakdown = 4
+    non_finite = 5
+    not_stationary = 6
+
+    @property
+    def message(self) -> str:
+        """What happened, in words."""
+        return _MESSAGES[self][0]
+
+    @property
+    def advice(self) -> str:
+        """What to change."""
+        return _MESSAGES[self][1]
+
+
+_MESSAGES = {
+    Status.converged: ("the tolerance was reached", "nothing to do"),
+    Status.max_steps: ("max_steps was reached before the tolerance", "raise max_steps or loosen rtol"),
+    Status.stagnated: (
+        "the residual stopped falling above the tolerance",
+        "loosen rtol, use float64 or add damping; a function that mixes samples of the batch (batch normalisation) does this too",
+    ),
+    Status.negative_curvature: (
+        "negative curvature was met, so the point is no minimum",
+        "solve the inner problem further, use MINRES or Auto, or add damping",
+    ),
+    Status.breakdown: ("the linear system is singular", "add damping or regularise the problem"),
+    Status.non_finite: ("a value was not finite", "check the function at the point reached, or start closer to the solution"),
+    Status.not_stationary: ("the point returned does not solve the problem", "let the solver run further or start closer"),
+}
+
+
+class ConvergenceError(RuntimeError):
+    """A forward or backward solve failed and `on_failure="raise"`. `error.report` holds the numbers."""
+
+    def __init__(self, message: str, report: Report | None = None):
+        super().__init__(message)
+        self.report = report
+
+
+class ConvergenceWarning(UserWarning):
+    """A forward or backward solve failed and `on_failure="warn"`."""
+
+
+class Spectrum(Protocol):
+    """What a linear solver learnt of the size of J."""
+
+    def extremes(self) -> tuple[Tensor, Tensor]:
+        """Per sample the smallest and the largest value, (B,) each: signed Ritz values or singular values."""
+        ...
+
+
+@dataclass
+class Stats:
+    """The numbers of one solve, per sample.
+
+    Attributes:
+        method: the solver's name, and what it had to turn to.
+        steps: iterations, (B,).
+        residual: ‖F(y)‖ (forward) or ‖v - Jᵀg‖ (backward), (B,).
+        tolerance: the residual that was asked for, (B,).
+        products: function evaluations (forward) or products with J (backward), for the whole batch.
+        history: the residual after each step, a list of (B,) tensors.
+        spectrum: extreme Ritz or singular values, worked out when asked for.
+        exact: False for methods that approximate on purpose (`JacobianFree`, `Neumann`): they do not "fail".
+        norm: ‖y‖ (forward) or ‖g‖ (backward), (B,).
+    """
+
+    method: str
+    steps: Tensor
+    residual: Tensor
+    tolerance: Tensor
+    products: int = 0
+    history: list[Tensor] = field(default_factory=list)
+    spectrum: Spectrum | None = None
+    exact: bool = True
+    norm: Tensor | None = None
+
+
+class Result(NamedTuple):
+    """What a solver returns: the value (B, n), a `Status` code per sample (B,), the numbers."""
+
+    value: Tensor
+    status: Tensor
+    stats: Stats
+
+
+class Outcome(NamedTuple):
+    """One half of a `Report`: a `Result` without its value."""
+
+    status: Tensor
+    stats: Stats
+
+    @property
+    def converged(self) -> Tensor:
+        """Which samples converged."""
+        return self.status == Status.converged
+
+
+class Report:
+    """The forward and backward solve of one call, per sample. `print(report)` gives a table.
+
+    Attributes:
+        forward: status and numbers of the solve that found y; None for `attach` before its check.
+        backward: the same of the last solve of the backward pass; None until it has run.
+    """
+
+    def __init__(self) -> None:
+        self.forward: Outcome | None = None
+        self.backward: Outcome | None = None
+
+    @property
+    def ritz(self) -> tuple[Tensor, Tensor] | None:
+        """Smallest and largest Ritz (CG, MINRES) or singular value (NormalCG, GMRES, Dense) of J seen by the backward solve."""
+        spectrum = self.backward.stats.spectrum if self.backward else None
+        return spectrum.extremes() if spectrum else None
+
+    @property
+    def value_error(self) -> Tensor | None:
+        """Estimate of ‖y - y*‖ per sample: ‖F(y)‖ / θ_min."""
+        return self._over_smallest(self.forward)
+
+    @property
+    def adjoint_error(self) -> Tensor | None:
+        """Estimate of the relative error of g, hence of the gradient, from the backward solve: ‖v - Jᵀg‖ / (θ_min ‖g‖)."""
+        absolute = self._over_smallest(self.backward)
+        if absolute is None or self.backward is None or self.backward.stats.norm is None:
+            return None
+        return absolute / self.backward.stats.norm.clamp_min(torch.finfo(absolute.dtype).tiny)
+
+    def _over_smallest(self, outcome: Outcome | None) -> Tensor | None:
+        ritz = self.ritz
+        if ritz is None or outcome is None or outcome.stats.residual.shape != ritz[0].shape:
+            return None
+        # Indefinite systems: the value nearest zero is what amplifies a residual.
+        nearest = torch.where(ritz[0] * ritz[1] > 0, torch.minimum(ritz[0].abs(), ritz[1].abs()), ritz[0].abs())
+        return outcome.stats.residual / nearest.clamp_min(torch.finfo(nearest.dtype).tiny)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, str, str]] = [("", "forward", "backward")]
+        halves = (self.forward, self.backward)
+        cells = [_describe(half) for half in halves]
+        for key in ("method", "status", "samples", "steps", "residual", "tolerance", "evaluations"):
+            rows.append((key, cells[0].get(key, "-"), cells[1].get(key, "-")))
+        if self.ritz is not None:
+            rows.append(("smallest, largest Ritz value", "", f"{_worst(self.ritz[0], low=True)}, {_worst(self.ritz[1])}"))
+        errors = (self.value_error, self.adjoint_error)
+        if any(error is not None for error in errors):
+            first, second = (("" if error is None else _worst(error)) for error in errors)
+            rows.append(("estimated error: |y - y*|, of g (relative)", first, second))
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The answer of `argmin`, `root` or `fixed_point`.
+
+    Attributes:
+        value: y, in the structure of y0, attached to the graph.
+        status: a `Status` code per sample, of shape () or (B,).
+        stats: the numbers of the forward solve.
+        report: forward and, once `.backward()` has run, backward solve.
+    """
+
+    value: Any
+    status: Tensor
+    stats: Stats
+    report: Report
+
+    @property
+    def converged(self) -> Tensor:
+        """Which samples converged, of shape () or (B,)."""
+        return self.status == Status.converged
+
+
+def check_policy(on_failure: str) -> None:
+    """Raise one sentence if the failure policy is not one of the five."""
+    if on_failure not in POLICIES:
+        raise ValueError(f"on_failure must be one of {', '.join(map(repr, POLICIES))}, got {on_failure!r}.")
+
+
+def handle_failure(phase: str, outcome: Outcome, on_failure: str, report: Report) -> Tensor:
+    """Apply the policy to one finished solve and return the mask of failed samples, (B,)."""
+    failed = outcome.status != Status.converged
+    if not outcome.stats.exact:
+        return torch.zeros_like(failed)
+    if on_failure in ("raise", "warn") and bool(failed.any()):
+        message = _sentence(phase, outcome, failed)
+        if on_failure == "raise":
+            raise ConvergenceError(message, report)
+        warnings.warn(message, ConvergenceWarning, stacklevel=_user_frame())
+    return failed
+
+
+def mask_failed(g: Tensor, failed: Tensor, on_failure: str) -> Tensor:
+    """The gradient of failed samples as the policy wants it."""
+    if on_failure not in ("zero", "nan"):
+        return g
+    return torch.where(failed.unsqueeze(1), 0.0 if on_failure == "zero" else float("nan"), g)
+
+
+def _sentence(phase: str, outcome: Outcome, failed: Tensor) -> str:
+    stats = outcome.stats
+    excess = torch.where(failed, stats.residual / stats.tolerance.clamp_min(torch.finfo(stats.tolerance.dtype).tiny), -1.0)
+    worst = int(excess.nan_to_num(nan=float("inf")).argmax())
+    status = Status(int(outcome.status.reshape(-1)[worst]))
+    residual, tolerance = float(stats.residual.reshape(-1)[worst]), float(stats.tolerance.reshape(-1)[worst])
+    return (
+        f"The {phase} solve ({stats.method}) failed for {int(failed.sum())} of {failed.numel()} samples; worst: "
+        f"{status.name} after {int(stats.steps.reshape(-1)[worst])} steps ({status.message}), residual {residual:.2e}, "
+        f"tolerance {tolerance:.2e}. To mend it: {status.advice}."
+    )
+
+
+def _user_frame() -> int:
+    """The stack level of the first caller outside this package and torch, where a warning is of use."""
+    inside = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    return level - 1
+
+
+def _describe(outcome: Outcome | None) -> dict[str, str]:
+    if outcome is None:
+        return {}
+    codes, counts = torch.unique(outcome.status.reshape(-1).cpu(), return_counts=True)
+    names = [f"{Status(int(code)).name} {int(count)}" for code, count in zip(codes, counts, strict=True)]
+    stats = outcome.stats
+    return {
+        "method": stats.method + ("" if stats.exact else " (approximate)"),
+        "status": ", ".join(names) if outcome.status.numel() > 1 else Status(int(outcome.status)).name,
+        "samples": str(outcome.status.numel()),
+        "steps": _span(stats.steps),
+        "residual": _worst(stats.residual),
+        "tolerance": _worst(stats.tolerance, low=True),
+        "evaluations": str(stats.products),
+    }
+
+
+def _span(a: Tensor) -> str:
+    low, high = int(a.min()), int(a.max())
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _worst(a: Tensor, low: bool = False) -> str:
+    value = float(a.min() if low else a.max())
+    return f"{value:.2e}" + (f" ({'smallest' if low else 'largest'} of {a.numel()})" if a.numel() > 1 else "")

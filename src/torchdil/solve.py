@@ -1,0 +1,355 @@
+"""From a stated problem to an attached `Solution`: solve without grad, check, apply the failure policy, attach.
+
+Whatever solver ran, the answer is accepted only if ‖F(y)‖ is small against the natural size of F there: how much F changes when
+y changes by its own size, or by the way it came from y0. That does not depend on the units of f or y, nor on how good y0 was.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchdil import batch
+from torchdil.batch import Layout, map_tensors
+from torchdil.implicit import Condition, Point, no_tangents
+from torchdil.linear import Auto, LinearSolver
+from torchdil.operator import Operator
+from torchdil.problem import Call, Problem, Statement
+from torchdil.solution import Outcome, Report, Result, Solution, Stats, Status, check_policy, handle_failure
+from torchdil.solvers.base import Solver
+from torchdil.solvers.newton import Newton
+from torchdil.solvers.picard import Picard
+from torchdil.transform import Implicit, check_captures, transforms_active
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# A solve that met its tolerance, taken relative to where it started, goes on if that was not enough where it ended.
+_ROUNDS = 3
+
+
+def eager(function: Callable[P, R]) -> Callable[P, R]:
+    """Run `function` outside a compiled graph: `torch.compile` breaks the graph here and goes on behind it."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def solve(
+    statement: Statement,
+    function: Callable[..., Any],
+    y0: Any,
+    args: tuple[Any, ...],
+    solver: Solver | Callable[..., Any] | None,
+    linear_solver: LinearSolver | None,
+    on_failure: str,
+) -> Solution:
+    """Solve, check and attach."""
+    solver = (Picard() if statement.name == "fixed_point" else Newton()) if solver is None else solver
+    if isinstance(solver, type) or not (isinstance(solver, Solver) or callable(solver)):
+        raise TypeError(f"solver must be a torchdil solver such as Newton() or a callable (fn, y0) -> y, got {solver!r}.")
+    setting = _Setting(statement, function, solver, _checked(linear_solver), on_failure, Report())
+    y = setting.transformed(y0, args) if transforms_active() else setting.plain(y0, args)
+    assert setting.report.forward is not None
+    status, stats = setting.report.forward
+    return Solution(statement.layout.unravel(y), status, stats, setting.report)
+
+
+def attach_solution(
+    statement: Statement,
+    function: Callable[..., Any],
+    y: Any,
+    args: tuple[Any, ...],
+    linear_solver: LinearSolver | None,
+    on_failure: str,
+    symmetric: bool,
+) -> Any:
+    """Attach a solution that was found elsewhere."""
+    setting = _Setting(statement, function, None, _checked(linear_solver), on_failure, Report(), symmetric)
+    return statement.layout.unravel(setting.transformed(y, args) if transforms_active() else setting.plain(y, args))
+
+
+@dataclass
+class _Setting:
+    """One call: the problem, its solvers, its policy. `solver` None: y0 is the answer."""
+
+    statement: Statement
+    function: Callable[..., Any]
+    solver: Solver | Callable[..., Any] | None
+    linear_solver: LinearSolver
+    on_failure: str
+    report: Report
+    symmetric: bool | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return self.statement.layout
+
+    def plain(self, y0: Any, args: tuple[Any, ...]) -> Tensor:
+        """y (B, n), found and attached by autograd."""
+        statement, start = self.statement, self.layout.ravel(y0).detach()
+        args = _full_precision(args, start)
+        call, replay = _full_precision_call(self.function, start), _replay(self.function)
+
+        def residual(y: Tensor) -> Tensor:
+            return statement.residual(call, y, args)
+
+        problem = self.problem(residual, lambda y: statement.objective(call, y, args))
+        condition = self.condition(residual, problem)
+        condition.tensors = tuple(t for t in pytree.tree_leaves(args) if isinstance(t, Tensor))
+        condition.function = self.function
+        condition.replay = lambda y: statement.residual(_full_precision_call(replay, start), y, args)
+        user_call = functools.partial(_bind, call, args)
+        result, point = self.find(problem, condition, start, user_call)
+        condition.failed = self.conclude(result)
+        return point.attach()
+
+    def transformed(self, y0: Any, args: tuple[Any, ...]) -> Tensor:
+        """y (B, n), found and attached under torch.func."""
+        statement = self.statement
+        named = _parameters(self.function)
+        leaves, spec = pytree.tree_flatten((named, args))
+        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+        def bind(operands: tuple[Tensor, ...]) -> tuple[Call, tuple[Any, ...]]:
+            full = list(leaves)
+            for i, t in zip(where, operands, strict=True):
+                full[i] = t
+            parameters, args = pytree.tree_unflatten(full, spec)
+            return _call_with(self.function, parameters), args
+
+        def residual(y: Tensor, _: Tensor, *operands: Tensor) -> Tensor:
+            call, args = bind(operands)
+            return statement.residual(call, y, args)
+
+        def objective(y: Tensor, _: Tensor, *operands: Tensor) -> Tensor:
+            call, args = bind(operands)
+            return statement.objective(call, y, args)
+
+        def solver(residual: Any, objective: Any, start: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
+            problem = self.problem(lambda y: residual(y, start, *operands), lambda y: objective(y, start, *operands))
+            user_call = functools.partial(_bind, *bind(operands)) if start.shape[0] == self.layout.samples else None
+            with torch.enable_grad():
+                result, _ = self.find(problem, self.condition(problem.residual, problem), start, user_call)
+            failed = self.conclude(result)
+            return result.value.clone(), failed.unsqueeze(1).to(start.dtype)
+
+        start = self.layout.ravel(y0)
+        operands = [leaves[i] for i in where]
+        check_captures(residual, start, [start, *operands], statement.argument)
+        implicit = Implicit(
+            residual,
+            solver,
+            objective if statement.has_objective else None,
+            rows=1,
+            symmetric=self.is_symmetric,
+            linear_solver=self.linear_solver,
+            on_failure=self.on_failure,
+            report=self.report,
+        )
+        return implicit(start, *operands)
+
+    @property
+    def is_symmetric(self) -> bool:
+        return self.statement.symmetric if self.symmetric is None else self.symmetric
+
+    def problem(self, residual: Callable[[Tensor], Tensor], objective: Callable[[Tensor], Tensor]) -> Problem:
+        keep = getattr(self.linear_solver.preconditioner, "history", 0)
+        key = getattr(self.function, "__code__", type(self.function))
+        return Problem(
+            self.statement.name, self.is_symmetric, residual, objective if self.statement.has_objective else None, key, keep
+        )
+
+    def condition(self, residual: Callable[[Tensor], Tensor], problem: Problem) -> Condition:
+        return Condition(
+            residual,
+            self.is_symmetric,
+            self.linear_solver,
+            self.on_failure,
+            self.report,
+            failed=torch.tensor(False),
+            key=problem.key,
+        )
+
+    def find(self, problem: Problem, condition: Condition, start: Tensor, user_call: Call | None) -> tuple[Result, Point]:
+        """Run the solver and judge its answer, which comes with its graph."""
+        solver = self.solver
+        if not isinstance(solver, Solver):
+            y = start if solver is None else self.black_box(condition, solver, start, user_call)
+            point = Point(condition, y)
+            zeros = torch.zeros_like(batch.norm(y))
+            name = "given" if solver is None else getattr(solver, "__name__", type(solver).__name__)
+            result = Result(y, torch.zeros_like(zeros, dtype=torch.long), Stats(name, zeros.long(), zeros, zeros))
+            # Foreign solvers stop at tolerances of their own: ask for half the digits.
+            return self.judge(result, point, start if solver is not None else None, batch.default_rtol(y.dtype) ** 0.5, 0.0), point
+        rtol = solver.accuracy(start.dtype)
+        with no_tangents():
+            size = torch.maximum(batch.norm(problem.evaluate(start)), _size(problem.operator(start), start, None))
+            result = solver.solve(problem, start, (rtol * size).clamp_min(solver.atol))
+        history, steps = result.stats.history, result.stats.steps
+        for again in range(_ROUNDS):
+            point = Point(condition, result.value)
+            judged = self.judge(result, point, start, rtol, solver.atol)
+            if again == _ROUNDS - 1 or not bool((judged.status == Status.not_stationary).any()):
+                break
+            with no_tangents():
+                result = solver.solve(problem, result.value, judged.stats.tolerance)
+            history, steps = history + result.stats.history[1:], steps + result.stats.steps
+        judged.stats.history, judged.stats.steps = history, steps
+        condition.pairs = problem.pairs
+        return judged, point
+
+    def judge(self, result: Result, point: Point, start: Tensor | None, rtol: float, atol: float) -> Result:
+        """The result with ‖F‖ at its value, and the status that follows from it."""
+        with torch.no_grad(), no_tangents():
+            y, residual = result.value, batch.norm(point.F.detach())
+            tolerance = (rtol * _size(point.operator, y, start)).clamp_min(atol)
+            status = result.status
+            solved = residual <= tolerance
+            status = torch.where(~solved & (status == Status.converged), int(Status.not_stationary), status)
+            near = (status == Status.max_steps) | (status == Status.stagnated)
+            status = torch.where(solved & near, int(Status.converged), status)
+            status = torch.where(batch.finite(y) & torch.isfinite(residual), status, int(Status.non_finite))
+            stats = replace(result.stats, residual=residual, tolerance=tolerance, norm=batch.norm(y))
+            return Result(y, status, stats)
+
+    def conclude(self, result: Result) -> Tensor:
+        """Write the forward half of the report, apply the policy; the samples that failed, (B,)."""
+        shaped = {}
+        if result.status.numel() == self.layout.samples:  # under vmap the report stays flat
+            for entry in fields(result.stats):
+                value = getattr(result.stats, entry.name)
+                shaped[entry.name] = self.layout.per_sample(value) if isinstance(value, Tensor) else value
+            status, stats = self.layout.per_sample(result.status), Stats(**shaped)
+        else:
+            status, stats = result.status, result.stats
+        self.report.forward = Outcome(status, stats)
+        return handle_failure("forward", self.report.forward, self.on_failure, self.report).reshape(-1)
+
+    def black_box(self, condition: Condition, solver: Callable[..., Any], start: Tensor, user_call: Call | None) -> Tensor:
+        """Run the user's own solver on the user's own function and check what comes back."""
+        if user_call is None:
+            raise RuntimeError("solver is a callable, which torch.vmap cannot batch: use a torchdil solver or loop over the batch.")
+        grads = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad._version) for leaf in Point(condition, start).leaves]
+        with torch.enable_grad(), no_tangents():
+            y = solver(user_call, self.layout.unravel(start.clone()))
+        for leaf, grad, version in grads:
+            if leaf.grad is not grad or (grad is not None and grad._version != version):
+                raise RuntimeError(
+                    "solver changed the .grad of a parameter of the function, which would corrupt its gradient: use "
+                    "torch.autograd.grad(value, y) inside the solver instead of .backward()."
+                )
+        expected = self.layout.unravel(start)
+        leaves, spec = pytree.tree_flatten(y)
+        if spec != self.layout.spec or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            got = type(y).__name__
+            raise TypeError(f"solver must return y as tensors in the structure of y0, got {got}.")
+        for leaf, like in zip(leaves, pytree.tree_leaves(expected), strict=True):
+            if leaf.shape != like.shape or leaf.dtype != like.dtype or leaf.device != like.device:
+                raise ValueError(
+                    f"solver must return y like y0 ({tuple(like.shape)}, {like.dtype}, {like.device}), got "
+                    f"({tuple(leaf.shape)}, {leaf.dtype}, {leaf.device})."
+                )
+        flat = self.layout.ravel(y).detach()
+        if not bool(batch.finite(flat).any()):
+            raise ValueError("solver must return finite numbers, got NaN or infinity in every sample.")
+        return flat.clone()
+
+
+def _size(operator: Operator, y: Tensor, start: Tensor | None) -> Tensor:
+    """How much F changes when y changes by its own size or by its way from the start, whichever is longer; by 1 if both are 0."""
+    change = y if start is None else batch.select(batch.norm(y - start) > batch.norm(y), y - start, y)
+    change = batch.select(batch.norm(change) > 0, change, torch.ones_like(change))
+    with torch.no_grad():
+        return batch.norm(operator.rmv(change))
+
+
+def _bind(call: Call, args: tuple[Any, ...], y: Any) -> Any:
+    return call(y, *args)
+
+
+def _checked(linear_solver: LinearSolver | None) -> LinearSolver:
+    linear_solver = Auto() if linear_solver is None else linear_solver
+    if isinstance(linear_solver, type) or not hasattr(linear_solver, "solve"):
+        raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {linear_solver!r}.")
+    return linear_solver
+
+
+def check_arguments(function: Any, name: str, y0: Any, y_name: str, args: Any, on_failure: str) -> tuple[Any, ...]:
+    """Raise one sentence for what cannot work; returns `args` as a tuple."""
+    if not callable(function):
+        raise TypeError(f"{name} must be callable as {name}(y, *args), got {type(function).__name__}.")
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"args must be a tuple, got {type(args).__name__}: write args=(x,).")
+    batch.check_unknown(y0, y_name)
+    batch.check_devices(y0, args, y_name)
+    check_policy(on_failure)
+    return tuple(args)
+
+
+def check_output(function: Callable[..., Any], name: str, y0: Any, args: tuple[Any, ...]) -> None:
+    """Raise one sentence if the function's result is not like y."""
+    with torch.no_grad():
+        value = function(map_tensors(Tensor.detach, y0), *args)
+    expected, spec = pytree.tree_flatten(y0)
+    got, got_spec = pytree.tree_flatten(value)
+    if spec != got_spec or not all(isinstance(leaf, Tensor) for leaf in got):
+        raise TypeError(f"{name} must return tensors in the structure of y, got {type(value).__name__}.")
+    for leaf, like in zip(got, expected, strict=True):
+        if leaf.shape != like.shape:
+            raise ValueError(f"{name} must return the shape of y, {tuple(like.shape)}, got {tuple(leaf.shape)}.")
+
+
+# Half-precision arithmetic inside a solve leaves no digits for the gradient: autocast is off there, and what it made is cast up.
+
+
+def _autocast(start: Tensor) -> bool:
+    return torch.is_autocast_enabled(start.device.type)
+
+
+def _full_precision(args: tuple[Any, ...], start: Tensor) -> tuple[Any, ...]:
+    if not _autocast(start):
+        return args
+    half = (torch.float16, torch.bfloat16)
+    return map_tensors(lambda t: t.to(start.dtype) if t.dtype in half else t, args)
+
+
+def _full_precision_call(function: Call, start: Tensor) -> Call:
+    def call(y: Any, *args: Any) -> Any:
+        with torch.autocast(start.device.type, enabled=False) if _autocast(start) else nullcontext():
+            return function(y, *args)
+
+    return call
+
+
+# A module's parameters may be swapped while it is called (torch.func.functional_call): later evaluations use those of the call.
+
+
+def _parameters(function: Any) -> dict[str, Tensor]:
+    return {**dict(function.named_parameters()), **dict(function.named_buffers())} if isinstance(function, nn.Module) else {}
+
+
+def _call_with(function: Any, parameters: dict[str, Tensor]) -> Call:
+    def call(y: Any, *args: Any) -> Any:
+        now = _parameters(function)
+        if all(parameters[name] is now[name] for name in parameters):
+            return function(y, *args)
+        return torch.func.functional_call(function, parameters, (y, *args))
+
+    return call
+
+
+def _replay(function: Any) -> Call:
+    return _call_with(function, _parameters(function)) if isinstance(function, nn.Module) else function

@@ -1,0 +1,69 @@
+"""The seam between a problem and a forward solver.
+
+`solve(problem, y0, tolerance)` looks for y with ‖F(y)‖ <= tolerance for B problems at once, without a graph, and returns the
+value, a status per sample and numbers. A sample that is done is frozen while the others go on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.problem import Problem
+from torchdil.progress import Progress
+from torchdil.solution import Result, Stats
+
+
+@dataclass(frozen=True)
+class Solver(ABC):
+    """Base of the forward solvers.
+
+    Attributes:
+        rtol: solved when ‖F(y)‖ <= rtol times the natural size of F, which is how much F changes when y does by its own size;
+            None: 1e-10 in float64, 1e-5 in float32.
+        atol: or when ‖F(y)‖ <= atol.
+        max_steps: the most iterations.
+    """
+
+    rtol: float | None = None
+    atol: float = 0.0
+    max_steps: int = 1000
+
+    def __post_init__(self) -> None:
+        for name in ("rtol", "atol"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ValueError(f"{name} must be a number >= 0, got {value!r}.")
+        if self.max_steps < 1:
+            raise ValueError(f"max_steps must be at least 1, got {self.max_steps!r}.")
+
+    @abstractmethod
+    def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
+        """Look for a solution.
+
+        Args:
+            problem: F and, for an argmin, the objective.
+            y0: where to start, (B, n).
+            tolerance: ‖F‖ to reach, (B,).
+        """
+
+    def accuracy(self, dtype: torch.dtype) -> float:
+        """rtol, or the default for the dtype."""
+        return batch.default_rtol(dtype) if self.rtol is None else self.rtol
+
+    def result(self, y: Tensor, progress: Progress, problem: Problem) -> Result:
+        """What a solver returns once `progress` is finished."""
+        status = progress.status()
+        stats = Stats(
+            method=type(self).__name__,
+            steps=progress.steps,
+            residual=progress.history[-1],
+            tolerance=progress.tolerance,
+            products=problem.evaluations,
+            history=progress.history,
+        )
+        return Result(y, status, stats)

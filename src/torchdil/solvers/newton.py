@@ -1,0 +1,107 @@
+"""Newton's method J d = -F, y ← y + t d, with t per sample by backtracking.
+
+For an argmin J is the Hessian, and a direction must go downhill: a small Hessian that is not positive definite is made so by
+taking its eigenvalues' absolute values, a large one is met by CG, which stops at negative curvature with what it has. A point
+that the last Hessian shows to be a saddle or a maximum is reported as `negative_curvature`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.linear import CG, GMRES, LinearSolver
+from torchdil.operator import Operator
+from torchdil.problem import Problem
+from torchdil.progress import Progress
+from torchdil.solution import Result, Status
+from torchdil.solvers.base import Solver
+from torchdil.solvers.line_search import Iterate, backtrack
+
+# An inexact direction costs an extra step of Newton at most; four digits make that rare.
+_INNER_RTOL = 1e-4
+
+
+@dataclass(frozen=True)
+class Newton(Solver):
+    """Damped Newton, dense for small unknowns, else matrix-free.
+
+    Attributes:
+        linear_solver: solves J d = -F: `NormalCG()` is the paper's choice. None: batched dense factorisations for small unknowns,
+            else CG (argmin) or GMRES (root).
+
+    Example:
+        >>> dil.root(residual, y0, solver=dil.Newton(linear_solver=dil.NormalCG()))
+    """
+
+    max_steps: int = 100
+    linear_solver: LinearSolver | None = None
+
+    def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
+        now = Iterate.at(problem, y0)
+        progress = Progress(batch.norm(now.F), tolerance, self.max_steps, patience=50)
+        step = torch.ones_like(tolerance)
+        indefinite = torch.zeros_like(progress.running)
+        while not progress.finished():
+            direction, saddle = self._direction(problem, now)
+            indefinite = torch.where(progress.running, saddle, indefinite)
+            new, moved = backtrack(problem, now, direction, step, progress.running)
+            progress.stop(~moved, Status.stagnated)
+            problem.remember(new.y - now.y, new.F - now.F)
+            now = new
+            progress.advance(batch.norm(now.F))
+        result = self.result(now.y, progress, problem)
+        if problem.symmetric:
+            indefinite = indefinite | self._starts_at_saddle(problem, now, progress)
+            stopped = (result.status == Status.converged) & indefinite
+            result = result._replace(status=torch.where(stopped, int(Status.negative_curvature), result.status))
+        return result
+
+    def _direction(self, problem: Problem, now: Iterate) -> tuple[Tensor, Tensor]:
+        """d with J d ≈ -F, downhill for an argmin; and where J was seen not to be positive definite."""
+        operator = problem.operator(now.y)
+        if self.linear_solver is None and now.y.shape[1] <= 64 and problem.symmetric:
+            return _downhill(operator, now.F)
+        solver = self.linear_solver or _default(problem, now.y.shape[1])
+        with torch.no_grad():
+            direction, status, _ = solver.solve(operator, -now.F)
+        saddle = status == Status.negative_curvature
+        if not problem.symmetric:
+            return direction, torch.zeros_like(saddle)
+        uphill = ~(batch.dot(direction, now.F) < 0)
+        return batch.select(uphill, -now.F, direction), saddle
+
+    def _starts_at_saddle(self, problem: Problem, now: Iterate, progress: Progress) -> Tensor:
+        """Samples that were solved before the first step have shown no Hessian yet."""
+        untouched = progress.steps == 0
+        if not bool(untouched.any()) or now.y.shape[1] > 64:
+            return torch.zeros_like(untouched)
+        return untouched & _downhill(problem.operator(now.y), now.F)[1]
+
+
+def _default(problem: Problem, n: int) -> LinearSolver:
+    from torchdil.linear import Dense
+
+    if not problem.symmetric and n <= 64:
+        return Dense()
+    return CG(rtol=_INNER_RTOL) if problem.symmetric else GMRES(rtol=_INNER_RTOL)
+
+
+def _downhill(operator: Operator, F: Tensor) -> tuple[Tensor, Tensor]:
+    """-|H|⁻¹ F by a factorisation, and where H has a negative eigenvalue."""
+    with torch.no_grad():
+        H = operator.dense()
+        H = 0.5 * (H + H.mT)
+        factor, info = torch.linalg.cholesky_ex(H)
+        if not bool((info != 0).any()):
+            return -torch.cholesky_solve(F.unsqueeze(2), factor).squeeze(2), torch.zeros_like(info, dtype=torch.bool)
+        finite = torch.isfinite(H).all(dim=2).all(dim=1)
+        values, vectors = torch.linalg.eigh(torch.where(finite[:, None, None], H, 0.0))
+        size = values.abs().amax(dim=1, keepdim=True)
+        eps = torch.finfo(F.dtype).eps
+        safe = values.abs().clamp_min(eps**0.5 * size).clamp_min(torch.finfo(F.dtype).tiny)
+        direction = -(vectors @ ((vectors.mT @ F.unsqueeze(2)) / safe.unsqueeze(2))).squeeze(2)
+        return direction, values[:, 0] < -(eps**0.5) * size[:, 0]

@@ -1,0 +1,38 @@
+"""Picard iteration y ← y - ρ F(y): for a fixed point with ρ = 1 this is y ← g(y)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.problem import Problem
+from torchdil.progress import Progress
+from torchdil.solution import Result
+from torchdil.solvers.base import Solver
+
+
+@dataclass(frozen=True)
+class Picard(Solver):
+    """Fixed-point iteration. Converges where g contracts; below 1, `relaxation` helps where it oscillates.
+
+    Attributes:
+        relaxation: ρ, between 0 and 1 as a rule.
+
+    Example:
+        >>> dil.fixed_point(torch.cos, torch.ones(3), solver=dil.Picard(relaxation=0.7))
+    """
+
+    relaxation: float = 1.0
+
+    def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
+        y, F = y0, problem.evaluate(y0)
+        progress = Progress(batch.norm(F), tolerance, self.max_steps, patience=100)
+        while not progress.finished():
+            y_new = batch.select(progress.running, y - self.relaxation * F, y)
+            F_new = batch.select(progress.running, problem.evaluate(y_new), F)
+            problem.remember(y_new - y, F_new - F)
+            y, F = y_new, F_new
+            progress.advance(batch.norm(F))
+        return self.result(y, progress, problem)
