@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -106,8 +107,7 @@ class Point:
 
     def __init__(self, condition: Condition, y: Tensor):
         self.condition, self.y = condition, y
-        # Hooks on saved tensors (checkpointing, offloading) would run again for every product with J.
-        with torch.enable_grad(), saved_tensors_hooks(_keep, _keep):
+        with torch.enable_grad(), _plain_saving():
             leaf, self.F, self._boundary, self._hidden = _evaluate(condition, y)
         primal = fwd.unpack_dual(self.F).primal if tangents_active() else self.F
         self.operator = Operator(condition.residual, y, condition.symmetric, graph=(leaf, primal), key=condition.key)
@@ -119,14 +119,18 @@ class Point:
 
     def attach(self) -> Tensor:
         """y (B, n) with the derivatives that the condition implies; y itself where nothing asks for any."""
-        tracked = torch.is_grad_enabled() and (self._boundary or self._hidden)
-        if not tracked and (not tangents_active() or fwd.unpack_dual(self.F).tangent is None):
+        tracked = torch.is_grad_enabled() and bool(self._boundary or self._hidden)
+        tangent = fwd.unpack_dual(self.F).tangent if tangents_active() else None
+        if not tracked and tangent is None:
             return self.y
         self.operator.pairs = self.condition.pairs
-        boundary = self._boundary if tracked else []
-        link = _Link(self.condition, self.operator, True, boundary, self._hidden, self.y)
-        # F requires grad because of its leaf; if nothing else does, y must not.
-        return _Implicit.apply(link, self.F if tracked else self.F.detach(), *boundary)
+        if tracked:
+            link = _Link(self.condition, self.operator, True, self.F, self._boundary, self._hidden, self.y)
+            return _Implicit.apply(link, self.F, *self._boundary)
+        # F requires grad because of its leaf; nothing else does, so y must not.
+        assert tangent is not None
+        link = _Link(self.condition, self.operator, True, self.F, [], False, self.y)
+        return _Implicit.apply(link, fwd.make_dual(self.F.detach(), tangent.detach()))
 
 
 @dataclass
@@ -137,26 +141,26 @@ class _Link:
         condition: F and its solver.
         operator: J at the solution of the original problem, whatever the order of the derivative.
         transpose: whether this node's adjoint is solved with Jᵀ; it alternates from order to order.
+        F: the value of F, with its graph.
         boundary: the tensors that F depends on.
         hidden: whether F depends on a non-leaf tensor that could not be found.
-        y: the solution, handed over to the output when the node is made.
+        y: the solution (detached: a reference to the output itself would be a cycle).
     """
 
     condition: Condition
     operator: Operator
     transpose: bool
+    F: Tensor
     boundary: list[Tensor]
     hidden: bool
-    y: Tensor | None
+    y: Tensor
 
     def solve(self, rhs: Tensor, transpose: bool) -> Tensor:
         return self.condition.solve(self.operator, rhs, transpose)
 
-    def evaluate(self, output: Tensor) -> tuple[Tensor, Tensor, _Switch]:
-        """F once more, at the attached output behind a gate."""
-        switch = _Switch()
-        y = _Gate.apply(output, switch)
-        return y, (self.condition.replay or self.condition.residual)(y), switch
+    def evaluate(self, output: Tensor) -> Tensor:
+        """F once more, at the attached output."""
+        return (self.condition.replay or self.condition.residual)(output)
 
     def attach(self, residual: Residual, value: Tensor, transpose: bool, output: Tensor, *others: Tensor) -> Tensor:
         """`value` as the solution of a linear equation in J, with the derivatives that this implies."""
@@ -164,33 +168,8 @@ class _Link:
         condition = Condition(residual, outer.symmetric, outer.linear_solver, outer.on_failure, outer.report, outer.failed)
         condition.tensors = (output, *others, *self.boundary)
         _, F, boundary, hidden = _evaluate(condition, value)
-        inner = _Link(condition, self.operator, transpose, boundary, hidden, value)
+        inner = _Link(condition, self.operator, transpose, F, boundary, hidden, value)
         return _Implicit.apply(inner, F, *boundary)
-
-
-class _Switch:
-    shut = False
-
-
-class _Gate(torch.autograd.Function):
-    """The identity; passes no gradient while its switch is shut.
-
-    Pulling -g back from F(y(θ), θ) to θ must take the direct edge only: y(θ) is accounted for by g.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, switch: _Switch) -> Tensor:
-        ctx.switch = switch
-        ctx.set_materialize_grads(False)
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, v: Tensor | None) -> tuple[Tensor | None, None]:  # type: ignore[override]
-        return (None if ctx.switch.shut else v), None
-
-    @staticmethod
-    def jvp(ctx: Any, t: Tensor, _: None) -> Tensor:  # type: ignore[override]
-        return t.view_as(t)
 
 
 class _Implicit(torch.autograd.Function):
@@ -200,8 +179,8 @@ class _Implicit(torch.autograd.Function):
     def forward(ctx: Any, link: _Link, F: Tensor, *boundary: Tensor) -> Tensor:
         ctx.link = link
         ctx.set_materialize_grads(False)
-        y, link.y = link.y, None
-        assert y is not None
+        y = link.y
+        link.y = y.detach()
         ctx.save_for_backward(y, *boundary)
         return y
 
@@ -235,37 +214,51 @@ def _pull_back(link: _Link, output: Tensor, v: Tensor) -> tuple[Tensor | None, .
         )
 
     def adjoint(g: Tensor) -> Tensor:
-        y, F, _ = link.evaluate(output)
-        (product,) = torch.autograd.grad(F, y, g, create_graph=True, materialize_grads=True)
+        (product,) = torch.autograd.grad(link.evaluate(output), output, g, create_graph=True, materialize_grads=True)
         return product - v
 
     with torch.enable_grad():
-        _, F, switch = link.evaluate(output)
+        F = link.evaluate(output)
         _check_same(link, F)
         g = link.attach(adjoint, link.solve(v, link.transpose), not link.transpose, output, v)
-        switch.shut = True
-        try:
-            return torch.autograd.grad(F, link.boundary, -g, create_graph=True, allow_unused=True)
-        finally:
-            switch.shut = False
+        return _partial_derivatives(F, -g, link.boundary, output)
+
+
+def _partial_derivatives(F: Tensor, g: Tensor, tensors: list[Tensor], output: Tensor) -> tuple[Tensor | None, ...]:
+    """gᵀ ∂F/∂t for each t in `tensors`, the others and `output` held fixed.
+
+    `autograd.grad` alone would follow one tensor's history into another, and the output's own history into all of them. Hooks stop
+    the walk there, for the one walk that starts below.
+    """
+    walk: list[int] = []
+
+    def stop(grads: tuple[Tensor, ...]) -> Any:
+        return (None,) * len(grads) if torch._C._current_graph_task_id() in walk else None
+
+    handles: list[Any] = [F.register_hook(lambda _: walk.append(torch._C._current_graph_task_id()))]
+    handles += [t.grad_fn.register_prehook(stop) for t in (output, *tensors) if t.grad_fn is not None]
+    try:
+        return torch.autograd.grad(F, tensors, g, create_graph=True, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _attached_tangent(link: _Link) -> Tensor:
     """ẏ with J ẏ + Ḟ = 0, itself differentiable: reverse mode over forward mode."""
-    leaf, F = link.operator.graph()
     with no_tangents():
-        output = _Implicit.apply(_Link(**{**vars(link), "y": leaf.detach().clone()}), F, *link.boundary)
+        output = _Implicit.apply(replace(link, y=link.y.clone()), link.F, *link.boundary)
 
     def tangent(t: Tensor) -> Tensor:
-        y, F, _ = link.evaluate(output)
-        F, F_tangent = fwd.unpack_dual(F)
+        with fwd._set_fwd_grad_enabled(True):  # it is off while a jvp is worked out
+            F, F_tangent = fwd.unpack_dual(link.evaluate(output))
         with no_tangents():
             u = torch.zeros_like(F, requires_grad=True)
-            (transposed,) = torch.autograd.grad(F, y, u, create_graph=True, materialize_grads=True)
+            (transposed,) = torch.autograd.grad(F, output, u, create_graph=True, materialize_grads=True)
             (product,) = torch.autograd.grad(transposed, u, t, create_graph=True, materialize_grads=True)
         return product + F_tangent
 
-    F_tangent = fwd.unpack_dual(link.evaluate(output)[1]).tangent
+    F_tangent = tangent(torch.zeros_like(link.y))
     return link.attach(tangent, -link.solve(F_tangent, not link.transpose), link.transpose, output)
 
 
@@ -359,6 +352,12 @@ def _check_same(link: _Link, F: Tensor) -> None:
                 "The function of this implicit layer gave another value when evaluated again for a derivative of higher order: "
                 "it must be deterministic (no dropout), and its parameters must not change between forward and backward."
             )
+
+
+def _plain_saving() -> Any:
+    """Save tensors as they are: hooks of checkpointing or offloading would run again for every product with J."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return nullcontext() if hooks is None else saved_tensors_hooks(_keep, _keep)
 
 
 def _keep(t: Tensor) -> Tensor:

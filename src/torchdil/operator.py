@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -91,7 +92,8 @@ class Operator:
 
         def counted(p: Tensor) -> Tensor:
             self.products += 1
-            return made(p)
+            with torch.no_grad():  # forward and traced products would record a graph of the parameters
+                return made(p)
 
         return counted
 
@@ -120,14 +122,18 @@ class Operator:
     def _rows(self, y: Tensor, F: Tensor, eye: Tensor) -> Tensor:
         """Rows of J for the unit vectors in `eye` (k, n), as (k, B, n)."""
         vectors = eye.unsqueeze(1).expand(-1, F.shape[0], -1)
+        if not F.requires_grad:
+            return torch.zeros_like(vectors)
         try:
             (rows,) = torch.autograd.grad(F, y, vectors, retain_graph=True, is_grads_batched=True, materialize_grads=True)
         except RuntimeError:  # an operation without a batching rule, e.g. a custom Function
             rows = torch.stack([self._backward(y, F, v) for v in vectors])
-        return rows
+        return rows.expand_as(vectors)  # zeros come without the batch of rows where F does not depend on y
 
     @staticmethod
     def _backward(y: Tensor, F: Tensor, p: Tensor) -> Tensor:
+        if not F.requires_grad:  # F depends on nothing
+            return torch.zeros_like(p)
         (product,) = torch.autograd.grad(F, y, p, retain_graph=True, materialize_grads=True)
         return product
 
@@ -144,6 +150,8 @@ class Operator:
         y, F = self.graph()
         if transpose:
             return lambda p: self._backward(y, F, p)
+        if not F.requires_grad:
+            return torch.zeros_like
         # J p from Jᵀ u, which is linear in u: its graph is built once, and its transpose is J.
         if self._transposed_graph is None:
             with torch.enable_grad():
@@ -168,7 +176,9 @@ class Operator:
 
     def _with_fallback(self, make: Callable[[bool], Product], transpose: bool) -> Product:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings():
+                # torch loads its forward-mode rules at the first use, with a deprecation warning about itself.
+                warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
                 product = make(transpose)
                 product(torch.zeros_like(self.y))  # rules that are missing show only in a call
         except (RuntimeError, NotImplementedError, ValueError, TypeError):

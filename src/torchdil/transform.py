@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
+from torch.autograd import forward_ad as fwd
 
 from torchdil.implicit import Condition
 from torchdil.linear.base import LinearSolver
@@ -174,15 +176,24 @@ def _in_floating(spec: Any, y: Tensor, operands: list[Tensor]) -> tuple[list[int
 
 def transforms_active() -> bool:
     """Whether this code runs inside `torch.func.grad`, `jvp`, `vmap` or the like."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return functorch.peek_interpreter_stack() is not None
 
 
 def check_captures(residual: RowFunction, y: Tensor, operands: Sequence[Tensor], name: str) -> None:
     """Raise one sentence if `residual` depends on a tracked tensor that is not among its operands: a transform would lose it."""
     blank = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (y, *operands)]
     value = residual(*blank)
-    if value.requires_grad or torch._C._functorch.maybe_get_level(value) > 0:
+    tracked = _is_tracked(value)
+    while functorch.is_functorch_wrapped_tensor(value) and not tracked:  # one wrapper a level
+        value = functorch.get_unwrapped(value)
+        tracked = _is_tracked(value)
+    if tracked:
         raise RuntimeError(
             f"{name} uses a tensor that requires grad or is being transformed without taking it as an argument: under torch.func "
             "pass every such tensor in args (or in x), make the function an nn.Module, or detach the tensor."
         )
+
+
+def _is_tracked(t: Tensor) -> bool:
+    tangent = fwd.unpack_dual(t).tangent if fwd._current_level >= 0 else None
+    return t.requires_grad or functorch.is_batchedtensor(t) or tangent is not None

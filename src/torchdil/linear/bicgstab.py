@@ -27,9 +27,7 @@ class BiCGStab(LinearSolver):
         >>> dil.root(residual, y0, linear_solver=dil.BiCGStab())
     """
 
-    def solve(
-        self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False
-    ) -> Result:
+    def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         system = self.system(operator, transpose)
         precondition = self.preconditioning(operator, transpose) or (lambda r: r)
         before = operator.products

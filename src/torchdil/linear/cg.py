@@ -27,7 +27,7 @@ from torchdil.solution import Result, Status
 class CG(LinearSolver):
     """Conjugate gradients for a symmetric positive definite J (the Hessian at a minimum).
 
-    Where J is not symmetric (a root, a fixed point) this is CG on the normal equations, as in the paper, and the report says so.
+    Where J is not symmetric (a root, a fixed point) this is CG on the normal equations, as in the paper; the report says so.
 
     Attributes:
         flexible: use the Polak-Ribière β, for preconditioners that change.

@@ -33,9 +33,7 @@ class Dense(LinearSolver):
         >>> dil.argmin(score, y0, linear_solver=dil.Dense())
     """
 
-    def solve(
-        self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False
-    ) -> Result:
+    def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         before = operator.products
         J = operator.dense()
         n = J.shape[1]

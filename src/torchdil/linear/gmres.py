@@ -38,9 +38,7 @@ class GMRES(LinearSolver):
         if self.restart < 1:
             raise ValueError(f"restart must be at least 1, got {self.restart!r}.")
 
-    def solve(
-        self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False
-    ) -> Result:
+    def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         system = self.system(operator, transpose)
         precondition = self.preconditioning(operator, transpose) or (lambda r: r)
         before = operator.products

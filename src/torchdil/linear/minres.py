@@ -32,13 +32,9 @@ class MINRES(LinearSolver):
         >>> dil.argmin(score, y0, linear_solver=dil.MINRES(rtol=1e-8))
     """
 
-    def solve(
-        self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False
-    ) -> Result:
+    def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         if not operator.symmetric:
-            raise ValueError(
-                "linear_solver=MINRES() needs a symmetric J, as of an argmin; use GMRES(), BiCGStab() or Dense()."
-            )
+            raise ValueError("linear_solver=MINRES() needs a symmetric J, as of an argmin; use GMRES(), BiCGStab() or Dense().")
         system = self.system(operator, transpose)
         precondition = self.preconditioning(operator, transpose)
         before = operator.products
@@ -132,4 +128,3 @@ def _normalise(q: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     inverse = batch.divide(torch.ones_like(length), length)
     u = batch.scale(inverse, q)
     return u, u if z is q else batch.scale(inverse, z), length
-

@@ -32,9 +32,7 @@ class Neumann(LinearSolver):
 
     max_steps: int | None = 20
 
-    def solve(
-        self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False
-    ) -> Result:
+    def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         system = self.system(operator, transpose)
         before = operator.products
         x, r = self.begin(system, rhs, start)
@@ -64,9 +62,7 @@ class JacobianFree(LinearSolver):
         >>> dil.fixed_point(g, y0, linear_solver=dil.JacobianFree())
     """
 
-    def solve(
-        self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False
-    ) -> Result:
+    def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         size = batch.norm(rhs)
         status = torch.where(size == 0, int(Status.converged), int(Status.max_steps))
         stats = Stats(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ class NormalCG(LinearSolver):
     """CG on the normal equations AᵀA x = Aᵀ rhs: any square A, two products a step, the condition number squared.
 
     The paper solves its Newton systems so. The residual that is tested is that of A x = rhs itself.
-    A preconditioner applies to AᵀA.
+    A callable preconditioner applies to AᵀA; one that is built for A, such as `Jacobi()`, is applied twice.
 
     Example:
         >>> dil.root(residual, y0, solver=dil.Newton(linear_solver=dil.NormalCG()))
@@ -27,7 +28,7 @@ class NormalCG(LinearSolver):
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         system, adjoint = self.system(operator, transpose), self.system(operator, not transpose)
-        precondition = self.preconditioning(operator, transpose) or (lambda s: s)
+        precondition = self._for_normal_equations(operator, transpose)
         before = operator.products
         x, r = self.begin(system, rhs, start)
         s = adjoint(r)
@@ -61,3 +62,10 @@ class NormalCG(LinearSolver):
             progress.advance(batch.norm(r))
         spectrum = Ritz(alphas, betas, squared=True) if self.preconditioner is None and alphas else None
         return self.result(x, progress, "NormalCG", operator.products - before, spectrum)
+
+    def _for_normal_equations(self, operator: Operator, transpose: bool) -> Callable[[Tensor], Tensor]:
+        """s -> M⁻¹ s with M ≈ AᵀA."""
+        built = self.preconditioning(operator, transpose)
+        if built is None:
+            return lambda s: s
+        return (lambda s: built(built(s))) if hasattr(self.preconditioner, "build") else built

@@ -1,8 +1,8 @@
 """Preconditioners: positive definite M ≈ A for which M⁻¹ r is cheap.
 
-Each is built once a solve by `build(operator, transpose, damping)`, which returns the function r -> M⁻¹ r on (B, n) tensors; any
-such function serves as a preconditioner too. Random probes come from a generator of their own and are the same for all samples:
-results are repeatable and no sample depends on its neighbours.
+Each is built once a solve by `build(operator, transpose, damping)`, which returns the function r -> M⁻¹ r on (B, n) tensors;
+any such function serves as a preconditioner too. Random probes come from a generator of their own and are the same for all
+samples: results are repeatable and no sample depends on its neighbours.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Jacobi:
 
 @dataclass(frozen=True)
 class Nystrom:
-    """A randomised Nyström approximation of rank k (Frangella, Tropp and Udell 2023), for a symmetric J with few large eigenvalues.
+    """A randomised Nyström approximation of rank k (Frangella, Tropp and Udell 2023): for a J with few large eigenvalues.
 
     J ≈ U Λ Uᵀ from k products; M⁻¹ = (λ_k + ε) U (Λ + ε)⁻¹ Uᵀ + (I - U Uᵀ) flattens the k largest eigenvalues to the next.
 

@@ -22,8 +22,8 @@ from torchdil.solution import Result, Status
 class WarmStart(LinearSolver):
     """Wraps a linear solver and gives it its last solution as `start`, if shape, dtype, device and transpose are the same.
 
-    For full-batch training, or samples that keep their place in the batch. The memory is this object's: safe to use from several
-    threads, and left behind by copies and pickles.
+    For full-batch training, or samples that keep their place in the batch. The memory is this object's: safe to use from
+    several threads, and left behind by copies and pickles.
 
     Args:
         solver: any linear solver that honours `start`.
@@ -38,14 +38,13 @@ class WarmStart(LinearSolver):
         if not hasattr(solver, "solve"):
             raise TypeError(f"solver must be a linear solver such as CG(), got {solver!r}.")
         # The fields of the solver inside, for those who ask (damping, for one, is part of the problem).
-        super().__init__(**{f.name: getattr(solver, f.name, f.default) for f in fields(LinearSolver)})
+        shared: dict[str, Any] = {f.name: getattr(solver, f.name, f.default) for f in fields(LinearSolver)}
+        super().__init__(**shared)
         self.solver = solver
         self._last: dict[bool, Tensor] = {}
         self._lock = threading.Lock()
 
-    def solve(
-        self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False
-    ) -> Result:
+    def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         transpose = transpose and not operator.symmetric
         with self._lock:
             last = self._last.get(transpose)
