@@ -76,7 +76,7 @@ class Condition:
 
     def solve(self, operator: Operator, rhs: Tensor, transpose: bool) -> Tensor:
         """g with Jᵀ g = rhs (or J g = rhs), checked by one more product, under the failure policy; no graph."""
-        with torch.no_grad(), no_tangents():
+        with torch.no_grad(), no_tangents(), full_precision(rhs):
             rhs = rhs.detach()
             value, status, stats = self.linear_solver.solve(operator, rhs, transpose=transpose)
             # The residual that a solver keeps by recurrence drifts from the true one in low precision, and knows nothing of a
@@ -217,7 +217,7 @@ def _pull_back(link: _Link, output: Tensor, v: Tensor) -> tuple[Tensor | None, .
         (product,) = torch.autograd.grad(link.evaluate(output), output, g, create_graph=True, materialize_grads=True)
         return product - v
 
-    with torch.enable_grad():
+    with torch.enable_grad(), full_precision(output):
         F = link.evaluate(output)
         _check_same(link, F)
         g = link.attach(adjoint, link.solve(v, link.transpose), not link.transpose, output, v)
@@ -367,6 +367,12 @@ def _keep(t: Tensor) -> Tensor:
 def tangents_active() -> bool:
     """Whether `torch.autograd.forward_ad` is at work."""
     return fwd._current_level >= 0
+
+
+def full_precision(y: Tensor) -> Any:
+    """A context in which autocast is off: half-precision products inside a solve leave no digits for the gradient."""
+    kind = y.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def no_tangents() -> Any:

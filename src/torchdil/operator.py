@@ -127,15 +127,8 @@ class Operator:
         try:
             (rows,) = torch.autograd.grad(F, y, vectors, retain_graph=True, is_grads_batched=True, materialize_grads=True)
         except RuntimeError:  # an operation without a batching rule, e.g. a custom Function
-            rows = torch.stack([self._backward(y, F, v) for v in vectors])
+            rows = torch.stack([_vjp(y, F, v) for v in vectors])
         return rows.expand_as(vectors)  # zeros come without the batch of rows where F does not depend on y
-
-    @staticmethod
-    def _backward(y: Tensor, F: Tensor, p: Tensor) -> Tensor:
-        if not F.requires_grad:  # F depends on nothing
-            return torch.zeros_like(p)
-        (product,) = torch.autograd.grad(F, y, p, retain_graph=True, materialize_grads=True)
-        return product
 
     def _make(self, strategy: str, transpose: bool) -> Product:
         if strategy == "measure":
@@ -149,7 +142,7 @@ class Operator:
     def _backward_product(self, transpose: bool) -> Product:
         y, F = self.graph()
         if transpose:
-            return lambda p: self._backward(y, F, p)
+            return lambda p: _vjp(y, F, p)
         if not F.requires_grad:
             return torch.zeros_like
         # J p from Jᵀ u, which is linear in u: its graph is built once, and its transpose is J.
@@ -161,7 +154,7 @@ class Operator:
         u, w = self._transposed_graph
         if not w.requires_grad:  # F does not depend on y
             return torch.zeros_like
-        return lambda p: self._backward(u, w, p)
+        return lambda p: _vjp(u, w, p)
 
     def _forward_product(self, transpose: bool) -> Product:
         if transpose and not self.symmetric:
@@ -207,6 +200,13 @@ class Operator:
             product(p)
             times.append(_clock(self.y) - start)
         return min(times) + making / _ASSUMED_PRODUCTS
+
+
+def _vjp(y: Tensor, F: Tensor, p: Tensor) -> Tensor:
+    if not F.requires_grad:  # F depends on nothing
+        return torch.zeros_like(p)
+    (product,) = torch.autograd.grad(F, y, p, retain_graph=True, materialize_grads=True)
+    return product
 
 
 def _fold(traced: Any) -> Product:

@@ -253,7 +253,7 @@ def _user_frame() -> int:
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame, level = frame.f_back, level + 1
-    return level - 1
+    return level
 
 
 def _describe(outcome: Outcome | None) -> dict[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from torchdil import batch
 from torchdil.batch import Layout, map_tensors
-from torchdil.implicit import Condition, Point, no_tangents
+from torchdil.implicit import Condition, Point, full_precision, no_tangents
 from torchdil.linear import Auto, LinearSolver
 from torchdil.operator import Operator
 from torchdil.problem import Call, Problem, Statement
@@ -60,8 +59,8 @@ def solve(
     solver = (Picard() if statement.name == "fixed_point" else Newton()) if solver is None else solver
     if isinstance(solver, type) or not (isinstance(solver, Solver) or callable(solver)):
         raise TypeError(f"solver must be a torchdil solver such as Newton() or a callable (fn, y0) -> y, got {solver!r}.")
-    setting = _Setting(statement, function, solver, _checked(linear_solver), on_failure, Report())
-    y = setting.transformed(y0, args) if transforms_active() else setting.plain(y0, args)
+    setting = _Setting(statement, _uncompiled(function), solver, _checked(linear_solver), on_failure, Report())
+    y = setting.attached(y0, args)
     assert setting.report.forward is not None
     status, stats = setting.report.forward
     return Solution(statement.layout.unravel(y), status, stats, setting.report)
@@ -77,8 +76,8 @@ def attach_solution(
     symmetric: bool,
 ) -> Any:
     """Attach a solution that was found elsewhere."""
-    setting = _Setting(statement, function, None, _checked(linear_solver), on_failure, Report(), symmetric)
-    return statement.layout.unravel(setting.transformed(y, args) if transforms_active() else setting.plain(y, args))
+    setting = _Setting(statement, _uncompiled(function), None, _checked(linear_solver), on_failure, Report(), symmetric)
+    return statement.layout.unravel(setting.attached(y, args))
 
 
 @dataclass
@@ -97,11 +96,17 @@ class _Setting:
     def layout(self) -> Layout:
         return self.statement.layout
 
+    def attached(self, y0: Any, args: tuple[Any, ...]) -> Tensor:
+        """y (B, n), found and attached."""
+        first = pytree.tree_leaves(y0)[0]
+        args = _cast_up(args, first)
+        with full_precision(first):
+            return self.transformed(y0, args) if transforms_active() else self.plain(y0, args)
+
     def plain(self, y0: Any, args: tuple[Any, ...]) -> Tensor:
         """y (B, n), found and attached by autograd."""
         statement, start = self.statement, self.layout.ravel(y0).detach()
-        args = _full_precision(args, start)
-        call, replay = _full_precision_call(self.function, start), _replay(self.function)
+        call, replay = self.function, _replay(self.function)
 
         def residual(y: Tensor) -> Tensor:
             return statement.residual(call, y, args)
@@ -110,7 +115,7 @@ class _Setting:
         condition = self.condition(residual, problem)
         condition.tensors = tuple(t for t in pytree.tree_leaves(args) if isinstance(t, Tensor))
         condition.function = self.function
-        condition.replay = lambda y: statement.residual(_full_precision_call(replay, start), y, args)
+        condition.replay = lambda y: statement.residual(replay, y, args)
         user_call = functools.partial(_bind, call, args)
         result, point = self.find(problem, condition, start, user_call)
         condition.failed = self.conclude(result)
@@ -276,6 +281,11 @@ def _size(operator: Operator, y: Tensor, start: Tensor | None) -> Tensor:
         return batch.norm(operator.rmv(change))
 
 
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function behind `torch.compile`, whose graphs can be differentiated once only, and not repeatedly."""
+    return getattr(function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function))
+
+
 def _bind(call: Call, args: tuple[Any, ...], y: Any) -> Any:
     return call(y, *args)
 
@@ -312,26 +322,12 @@ def check_output(function: Callable[..., Any], name: str, y0: Any, args: tuple[A
             raise ValueError(f"{name} must return the shape of y, {tuple(like.shape)}, got {tuple(leaf.shape)}.")
 
 
-# Half-precision arithmetic inside a solve leaves no digits for the gradient: autocast is off there, and what it made is cast up.
-
-
-def _autocast(start: Tensor) -> bool:
-    return torch.is_autocast_enabled(start.device.type)
-
-
-def _full_precision(args: tuple[Any, ...], start: Tensor) -> tuple[Any, ...]:
-    if not _autocast(start):
+def _cast_up(args: tuple[Any, ...], start: Tensor) -> tuple[Any, ...]:
+    """Under autocast: what earlier layers left in half precision, in the precision of the unknown."""
+    if not torch.is_autocast_enabled(start.device.type):
         return args
     half = (torch.float16, torch.bfloat16)
     return map_tensors(lambda t: t.to(start.dtype) if t.dtype in half else t, args)
-
-
-def _full_precision_call(function: Call, start: Tensor) -> Call:
-    def call(y: Any, *args: Any) -> Any:
-        with torch.autocast(start.device.type, enabled=False) if _autocast(start) else nullcontext():
-            return function(y, *args)
-
-    return call
 
 
 # A module's parameters may be swapped while it is called (torch.func.functional_call): later evaluations use those of the call.

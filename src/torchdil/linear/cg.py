@@ -65,24 +65,25 @@ class CG(LinearSolver):
             largest = torch.maximum(largest, curvature.abs())
             floor = 10 * eps * largest
             progress.stop(curvature < -floor, Status.negative_curvature)
-            progress.stop(torch.minimum(least, curvature) <= floor, Status.breakdown)
-            least = torch.where(progress.running, torch.minimum(least, curvature), least)
+            lower = torch.minimum(least, curvature)
+            progress.stop((lower <= floor) & (floor < torch.inf), Status.breakdown)
+            least = torch.where(progress.running, lower, least)
             alpha = torch.where(progress.running, batch.divide(rz, pq), 0.0)
             x.addcmul_(alpha.unsqueeze(1), p)
-            z_old = z.clone() if self.flexible else None  # z may be r itself, which the next line changes
+            r_old = r.clone() if self.flexible else None
             r.addcmul_(alpha.unsqueeze(1), q, value=-1)
             del q
             z = precondition(r)
             rz_old, rz = rz, batch.dot(r, z)
-            beta = batch.divide(rz if z_old is None else rz - batch.dot(r, z_old), rz_old)
+            beta = batch.divide(rz if r_old is None else rz - batch.dot(z, r_old), rz_old)
             torch.addcmul(z, beta.unsqueeze(1), p, out=p)
             p_norm2 = rz + beta.square() * p_norm2
             alphas.append(alpha)
             betas.append(beta)
             progress.advance(rz.clamp_min(0).sqrt() if z is r else batch.norm(r))
         # H is singular: near its null space a step divides by a rounding error. Where that led astray, no step is better.
-        stuck = torch.isin(progress.status(), torch.tensor([Status.breakdown, Status.stagnated], device=x.device))
-        residual = progress.history[-1]
+        status, residual = progress.status(), progress.history[-1]
+        stuck = (status == int(Status.breakdown)) | (status == int(Status.stagnated))
         astray = (least <= eps * largest) | (stuck & ~(residual <= initial))
         x, progress.history[-1] = batch.select(astray, origin, x), torch.where(astray, initial, residual)
         method = ("preconditioned " if self.preconditioner is not None else "") + "CG"

@@ -69,7 +69,7 @@ class GMRES(LinearSolver):
                 pivot = torch.hypot(column[:, k], below)
                 largest = torch.maximum(largest, torch.hypot(batch.norm(column), below))
                 # A pivot that is zero to rounding: the system is singular, and dividing by it would add noise.
-                progress.stop(pivot <= 10 * eps * largest, Status.breakdown)
+                progress.stop((pivot <= 10 * eps * largest) & (largest < torch.inf), Status.breakdown)
                 active = progress.running
                 c, s = batch.divide(column[:, k], pivot), batch.divide(below, pivot)
                 _rotate(Q, k, torch.where(active, c, 1.0), torch.where(active, s, 0.0))

@@ -94,11 +94,11 @@ def _minimise(
         gamma = torch.hypot(rest, beta_new)
         size = torch.maximum(size, torch.hypot(alpha, beta_new))
         # ‖A r‖ = |φ| hypot(rest, c β): x is the least-squares solution. Below √eps the recurrence is noise.
-        flat = torch.hypot(rest, c * beta_new) <= 2 * eps**0.5 * size
+        flat = (torch.hypot(rest, c * beta_new) <= 2 * eps**0.5 * size) & (size < torch.inf)
         least_squares = least_squares | (flat & progress.running)
         progress.stop(flat, Status.stagnated)
         smallest = torch.where(progress.running, torch.minimum(smallest, gamma), smallest)
-        progress.stop(smallest <= 10 * eps * size, Status.breakdown)
+        progress.stop((smallest <= 10 * eps * size) & (size < torch.inf), Status.breakdown)
         active = progress.running
         taken += active
         step = batch.scale(delta, d).addcmul_(above.unsqueeze(1), d_old)

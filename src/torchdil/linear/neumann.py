@@ -46,7 +46,7 @@ class Neumann(LinearSolver):
             better = active & (residual < best_norm)
             best, best_norm = batch.select(better, x, best), torch.where(better, residual, best_norm)
             progress.advance(residual)
-            progress.stop(residual > _DIVERGED * best_norm, Status.stagnated)
+            progress.stop((residual > _DIVERGED * best_norm) & (residual < torch.inf), Status.stagnated)
         result = self.result(best, progress, "Neumann", operator.products - before, exact=False)
         result.stats.residual = best_norm
         return result

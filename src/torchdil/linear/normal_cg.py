@@ -19,7 +19,8 @@ from torchdil.solution import Result, Status
 class NormalCG(LinearSolver):
     """CG on the normal equations AᵀA x = Aᵀ rhs: any square A, two products a step, the condition number squared.
 
-    The paper solves its Newton systems so. The residual that is tested is that of A x = rhs itself.
+    The paper solves its Newton systems so. The residual that is tested is that of A x = rhs itself. Where A is singular this
+    ends at the least-squares solution of minimum norm, as `stagnated`.
     A callable preconditioner applies to AᵀA; one that is built for A, such as `Jacobi()`, is applied twice.
 
     Example:
@@ -47,7 +48,7 @@ class NormalCG(LinearSolver):
             curvature = batch.divide(qq, p_norm2)
             largest = torch.maximum(largest, curvature)
             # ‖Ap‖² is a square: below eps² relative to the largest it is rounding, and A is singular.
-            progress.stop(curvature <= (10 * eps) ** 2 * largest, Status.breakdown)
+            progress.stop((curvature <= (10 * eps) ** 2 * largest) & (largest < torch.inf), Status.breakdown)
             alpha = torch.where(progress.running, batch.divide(sz, qq), 0.0)
             x.addcmul_(alpha.unsqueeze(1), p)
             r.addcmul_(alpha.unsqueeze(1), q, value=-1)
@@ -59,7 +60,11 @@ class NormalCG(LinearSolver):
             p_norm2 = sz + beta.square() * p_norm2
             alphas.append(alpha)
             betas.append(beta)
-            progress.advance(batch.norm(r))
+            r_norm = batch.norm(r)
+            progress.advance(r_norm)
+            # Aᵀr is zero to rounding: this is the least-squares solution, and rhs is not in the range of A.
+            flat = sz <= (100 * eps * r_norm).square() * largest
+            progress.stop(flat & (largest < torch.inf), Status.stagnated)
         spectrum = Ritz(alphas, betas, squared=True) if self.preconditioner is None and alphas else None
         return self.result(x, progress, "NormalCG", operator.products - before, spectrum)
 
