@@ -74,6 +74,8 @@ class Layout:
 
     @staticmethod
     def of(y: Any, batch_dims: int, name: str = "y0") -> Layout:
+        if not isinstance(batch_dims, int) or batch_dims < 0:
+            raise ValueError(f"batch_dims must be an integer >= 0, got {batch_dims!r}.")
         leaves, spec = pytree.tree_flatten(y)
         first = leaves[0]
         if any(leaf.dim() < batch_dims for leaf in leaves):
@@ -96,12 +98,14 @@ class Layout:
 
     def ravel(self, y: Any) -> Tensor:
         """The user's unknown as a (B, n) matrix; a view where the unknown is one contiguous tensor."""
-        leaves = pytree.tree_leaves(y)
+        leaves = [y] if isinstance(y, Tensor) else pytree.tree_leaves(y)
         parts = [leaf.reshape(self.samples, math.prod(shape)) for leaf, shape in zip(leaves, self.shapes, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def unravel(self, y: Tensor) -> Any:
         """The inverse of `ravel`."""
+        if self.spec.is_leaf():
+            return y.reshape(self.batch_shape + self.shapes[0])
         sizes = [math.prod(shape) for shape in self.shapes]
         parts = [y] if len(sizes) == 1 else y.split(sizes, dim=1)
         leaves = [part.reshape(self.batch_shape + shape) for part, shape in zip(parts, self.shapes, strict=True)]

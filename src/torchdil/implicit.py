@@ -32,7 +32,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torchdil import batch
 from torchdil.linear.base import LinearSolver
 from torchdil.operator import Operator
-from torchdil.solution import Outcome, Report, Status, handle_failure, mask_failed
+from torchdil.solution import Report, Status, handle_failure, mask_failed
 
 Residual = Callable[[Tensor], Tensor]
 
@@ -91,10 +91,10 @@ class Condition:
                     missed = missed & ~(stats.residual <= attainable)
                 status = torch.where(missed, int(Status.stagnated), status)
             status = torch.where(batch.finite(rhs), status, int(Status.non_finite))
-            self.report.backward = Outcome(status, stats)
+            self.report.backward = self.report.outcome(status, stats)
             failed = handle_failure("backward" if transpose else "tangent", self.report.backward, self.on_failure, self.report)
             value = batch.select(status == Status.non_finite, torch.full_like(value, float("nan")), value)
-            return mask_failed(value, failed | self.failed, self.on_failure)
+            return mask_failed(value, failed.reshape(-1) | self.failed, self.on_failure)
 
 
 class Point:
@@ -324,7 +324,7 @@ def captured_tensors(function: Any) -> list[Tensor]:
         elif isinstance(item, types.FunctionType):
             stack.extend(cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType())
             stack.extend(item.__globals__[name] for name in item.__code__.co_names if name in item.__globals__)
-            stack.extend(item.__defaults__ or ())
+            stack.extend((*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()))
         elif isinstance(item, types.MethodType):
             stack.extend((item.__self__, item.__func__))
         elif isinstance(item, partial):

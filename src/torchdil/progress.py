@@ -75,6 +75,14 @@ class Progress:
         self.stop(residual <= self.tolerance, Status.converged)
         return refuted
 
+    def settle(self, mask: Tensor, attainable: Tensor) -> None:
+        """End samples that get no further: `converged` where the residual is what rounding leaves, else `stagnated`."""
+        mask = mask & self.running
+        settled = mask & (self.history[-1] <= attainable)
+        self.tolerance = torch.where(settled, attainable, self.tolerance)
+        self.stop(settled, Status.converged)
+        self.stop(mask, Status.stagnated)
+
     def status(self) -> Tensor:
         """A `Status` code per sample, (B,); call when finished."""
         self._review(self.history[-1])

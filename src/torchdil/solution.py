@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -135,15 +135,27 @@ class Report:
         backward: the same of the last solve of the backward pass; None until it has run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, batch_shape: torch.Size | None = None) -> None:
         self.forward: Outcome | None = None
         self.backward: Outcome | None = None
+        self._batch_shape = batch_shape
+
+    def outcome(self, status: Tensor, stats: Stats) -> Outcome:
+        """A finished solve in the user's batch shape, () for one problem; flat under `vmap`, where there are more samples."""
+        shape = self._batch_shape
+        if shape is None or status.numel() != shape.numel():
+            return Outcome(status, stats)
+        numbers = {f.name: getattr(stats, f.name) for f in fields(stats)}
+        shaped = {name: value.reshape(shape) if isinstance(value, Tensor) else value for name, value in numbers.items()}
+        return Outcome(status.reshape(shape), Stats(**shaped))
 
     @property
     def ritz(self) -> tuple[Tensor, Tensor] | None:
         """Smallest and largest Ritz (CG, MINRES) or singular value (NormalCG, GMRES, Dense) of J seen by the backward solve."""
-        spectrum = self.backward.stats.spectrum if self.backward else None
-        return spectrum.extremes() if spectrum else None
+        if self.backward is None or self.backward.stats.spectrum is None:
+            return None
+        low, high = self.backward.stats.spectrum.extremes()
+        return low.reshape(self.backward.status.shape), high.reshape(self.backward.status.shape)
 
     @property
     def value_error(self) -> Tensor | None:

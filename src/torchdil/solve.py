@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from torchdil.implicit import Condition, Point, full_precision, no_tangents
 from torchdil.linear import Auto, LinearSolver
 from torchdil.operator import Operator
 from torchdil.problem import Call, Problem, Statement
-from torchdil.solution import Outcome, Report, Result, Solution, Stats, Status, check_policy, handle_failure
+from torchdil.solution import Report, Result, Solution, Stats, Status, check_policy, handle_failure
 from torchdil.solvers.base import Solver
 from torchdil.solvers.newton import Newton
 from torchdil.solvers.picard import Picard
@@ -59,7 +59,8 @@ def solve(
     solver = (Picard() if statement.name == "fixed_point" else Newton()) if solver is None else solver
     if isinstance(solver, type) or not (isinstance(solver, Solver) or callable(solver)):
         raise TypeError(f"solver must be a torchdil solver such as Newton() or a callable (fn, y0) -> y, got {solver!r}.")
-    setting = _Setting(statement, _uncompiled(function), solver, _checked(linear_solver), on_failure, Report())
+    report = Report(statement.layout.batch_shape)
+    setting = _Setting(statement, _uncompiled(function), solver, _checked(linear_solver), on_failure, report)
     y = setting.attached(y0, args)
     assert setting.report.forward is not None
     status, stats = setting.report.forward
@@ -76,7 +77,8 @@ def attach_solution(
     symmetric: bool,
 ) -> Any:
     """Attach a solution that was found elsewhere."""
-    setting = _Setting(statement, _uncompiled(function), None, _checked(linear_solver), on_failure, Report(), symmetric)
+    report = Report(statement.layout.batch_shape)
+    setting = _Setting(statement, _uncompiled(function), None, _checked(linear_solver), on_failure, report, symmetric)
     return statement.layout.unravel(setting.attached(y, args))
 
 
@@ -105,7 +107,7 @@ class _Setting:
 
     def plain(self, y0: Any, args: tuple[Any, ...]) -> Tensor:
         """y (B, n), found and attached by autograd."""
-        statement, start = self.statement, self.layout.ravel(y0).detach()
+        statement, start = self.statement, self.layout.ravel(y0).detach().clone()  # the answer may be the start itself
         call, replay = self.function, _replay(self.function)
 
         def residual(y: Tensor) -> Tensor:
@@ -232,15 +234,7 @@ class _Setting:
 
     def conclude(self, result: Result) -> Tensor:
         """Write the forward half of the report, apply the policy; the samples that failed, (B,)."""
-        shaped = {}
-        if result.status.numel() == self.layout.samples:  # under vmap the report stays flat
-            for entry in fields(result.stats):
-                value = getattr(result.stats, entry.name)
-                shaped[entry.name] = self.layout.per_sample(value) if isinstance(value, Tensor) else value
-            status, stats = self.layout.per_sample(result.status), Stats(**shaped)
-        else:
-            status, stats = result.status, result.stats
-        self.report.forward = Outcome(status, stats)
+        self.report.forward = self.report.outcome(result.status, result.stats)
         return handle_failure("forward", self.report.forward, self.on_failure, self.report).reshape(-1)
 
     def black_box(self, condition: Condition, solver: Callable[..., Any], start: Tensor, user_call: Call | None) -> Tensor:
@@ -292,7 +286,7 @@ def _bind(call: Call, args: tuple[Any, ...], y: Any) -> Any:
 
 def _checked(linear_solver: LinearSolver | None) -> LinearSolver:
     linear_solver = Auto() if linear_solver is None else linear_solver
-    if isinstance(linear_solver, type) or not hasattr(linear_solver, "solve"):
+    if not isinstance(linear_solver, LinearSolver):
         raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {linear_solver!r}.")
     return linear_solver
 
@@ -320,6 +314,11 @@ def check_output(function: Callable[..., Any], name: str, y0: Any, args: tuple[A
     for leaf, like in zip(got, expected, strict=True):
         if leaf.shape != like.shape:
             raise ValueError(f"{name} must return the shape of y, {tuple(like.shape)}, got {tuple(leaf.shape)}.")
+        if leaf.device != like.device:
+            raise ValueError(f"{name} must return tensors on the device of y, {like.device}, got {leaf.device}.")
+        # Under autocast the check may see half precision; the solve does not.
+        if leaf.dtype != like.dtype and not torch.is_autocast_enabled(like.device.type):
+            raise TypeError(f"{name} must return the dtype of y, {like.dtype}, got {leaf.dtype}.")
 
 
 def _cast_up(args: tuple[Any, ...], start: Tensor) -> tuple[Any, ...]:

@@ -153,7 +153,7 @@ class _Transformed(torch.autograd.Function):
             elif i < spec.rows:
                 t = t.expand(size, *t.shape)
             if i < spec.rows:
-                t = t.flatten(0, 1)
+                t = t.flatten(0, 1).contiguous()  # copies of one sample would share their memory, which forward mode refuses
             else:
                 dims.append(None if dim is None else 0)
             moved.append(t)

@@ -35,17 +35,21 @@ from torchdil.solution import Result, Stats, Status
 #                batch 256:  5.7 / 9.9   22 / 11      140 / 14
 #
 # One problem is solved directly up to 128 unknowns, a batch while all of J is at most 2¹⁸ numbers: 32 unknowns at 256 samples.
-DENSE_BELOW = 128
-DENSE_NUMBERS = 2**18
+_DENSE_BELOW = 128
+_DENSE_NUMBERS = 2**18
+
+
+def direct_pays(samples: int, n: int) -> bool:
+    """Whether B systems of n unknowns are better solved by factorising J."""
+    return n <= _DENSE_BELOW and samples * n * n <= _DENSE_NUMBERS
 
 
 @dataclass(frozen=True)
 class Auto(LinearSolver):
     """Chooses by the size and the symmetry of J, and goes on where a method cannot.
 
-    Small n: `Dense`. Else, J symmetric: `CG`, then `MINRES` for samples with negative curvature or a singular J (or
-    stuck); J not
-    symmetric: `GMRES`, then `BiCGStab` for samples that are left. The report names what was used.
+    Small n: `Dense`. Else, J symmetric: `CG`, then `MINRES` for samples with negative curvature or a singular J, or that are
+    stuck; J not symmetric: `GMRES`, then `BiCGStab` for samples that are left. The report names what was used.
 
     Attributes:
         dense_below: solve directly up to this n, whatever the batch; None: up to 128 where B n² <= 2¹⁸.
@@ -62,7 +66,8 @@ class Auto(LinearSolver):
             raise ValueError(f"dense_below must be at least 0, got {self.dense_below!r}.")
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
-        if self._direct(*rhs.shape):
+        samples, n = rhs.shape
+        if direct_pays(samples, n) if self.dense_below is None else n <= self.dense_below:
             return self._as(Dense).solve(operator, rhs, start, transpose=transpose)
         # Built once, for both methods.
         precondition = self.preconditioning(operator, transpose)
@@ -79,11 +84,6 @@ class Auto(LinearSolver):
         # The others have nothing left to solve, and are done at step 0.
         rest, reached = (torch.where(failed.unsqueeze(1), a, 0.0) for a in (rhs, result.value))
         return _combine(result, second.solve(operator, rest, reached, transpose=transpose), failed)
-
-    def _direct(self, samples: int, n: int) -> bool:
-        if self.dense_below is not None:
-            return n <= self.dense_below
-        return n <= DENSE_BELOW and samples * n * n <= DENSE_NUMBERS
 
     def _as(self, solver: type[LinearSolver], preconditioner: Callable[[Tensor], Tensor] | None = None) -> LinearSolver:
         return solver(self.rtol, self.atol, self.max_steps, self.damping, preconditioner, self.product)

@@ -50,7 +50,8 @@ class LinearSolver(ABC):
             raise ValueError(f"max_steps must be at least 1, got {self.max_steps!r}.")
         if self.product not in STRATEGIES:
             raise ValueError(f"product must be one of {', '.join(map(repr, STRATEGIES))}, got {self.product!r}.")
-        if self.preconditioner is not None and not callable(self.preconditioner) and not hasattr(self.preconditioner, "build"):
+        usable = callable(self.preconditioner) or hasattr(self.preconditioner, "build")
+        if self.preconditioner is not None and (isinstance(self.preconditioner, type) or not usable):
             raise TypeError(f"preconditioner must be a callable r -> M⁻¹ r or have `build`, got {self.preconditioner!r}.")
 
     @abstractmethod
@@ -88,6 +89,12 @@ class LinearSolver(ABC):
         """The residual to reach per sample, (B,)."""
         rtol = batch.default_rtol(rhs.dtype) if self.rtol is None else self.rtol
         return (rtol * batch.norm(rhs)).clamp_min(self.atol)
+
+    def attainable(self, size: Tensor, x: Tensor, rhs: Tensor) -> Tensor:
+        """The residual that rounding in products with A, ‖A‖ = `size`, leaves of any x of this norm, (B,)."""
+        eps = torch.finfo(rhs.dtype).eps
+        # Capped, lest the huge x of a singular A pass for a solution.
+        return torch.minimum(100 * eps * size * batch.norm(x), eps ** (1 / 3) * batch.norm(rhs))
 
     def progress(self, residual: Tensor, rhs: Tensor) -> Progress:
         """Bookkeeping for an iterative solver that starts with `residual`, (B,)."""

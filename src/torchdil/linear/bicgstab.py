@@ -78,6 +78,6 @@ class BiCGStab(LinearSolver):
             old, new = batch.norm(r_origin), batch.norm(r)
             x, r = batch.select(new < old, best, origin), batch.select(new < old, r, r_origin)
             refuted = progress.correct(batch.norm(r))
-            progress.stop(refuted & ~(new < 0.5 * old), Status.stagnated)
+            progress.settle(refuted & ~(new < 0.5 * old), self.attainable(size, x, rhs))
         method = ("preconditioned " if self.preconditioner is not None else "") + "BiCGStab"
         return self.result(x, progress, method, operator.products - before)

@@ -52,7 +52,7 @@ class CG(LinearSolver):
         p = z.clone()
         rz = batch.dot(r, z)
         p_norm2 = rz  # pᵀMp by recurrence, since r is M-orthogonal to the last direction
-        origin, initial = x.clone(), batch.norm(r)
+        origin, initial = None if start is None else x.clone(), batch.norm(r)
         largest, least = torch.zeros_like(rz), torch.full_like(rz, torch.inf)
         eps = torch.finfo(rhs.dtype).eps
         alphas: list[Tensor] = []
@@ -85,7 +85,8 @@ class CG(LinearSolver):
         status, residual = progress.status(), progress.history[-1]
         stuck = (status == int(Status.breakdown)) | (status == int(Status.stagnated))
         astray = (least <= eps * largest) | (stuck & ~(residual <= initial))
-        x, progress.history[-1] = batch.select(astray, origin, x), torch.where(astray, initial, residual)
+        x = x.masked_fill_(astray.unsqueeze(1), 0.0) if origin is None else batch.select(astray, origin, x)
+        progress.history[-1] = torch.where(astray, initial, residual)
         method = ("preconditioned " if self.preconditioner is not None else "") + "CG"
         spectrum = Ritz(alphas, betas) if self.preconditioner is None and alphas else None
         return self.result(x, progress, method, operator.products - before, spectrum)

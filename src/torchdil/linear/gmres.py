@@ -46,7 +46,7 @@ class GMRES(LinearSolver):
         samples, n = rhs.shape
         m = min(self.restart, n) if self.max_steps is None else min(self.restart, n, self.max_steps)
         eps = torch.finfo(rhs.dtype).eps
-        largest = torch.zeros_like(rhs[:, 0])
+        largest, size = torch.zeros_like(rhs[:, 0]), torch.zeros_like(rhs[:, 0])  # of A M⁻¹, of A
         spectrum = None
         progress = self.progress(batch.norm(r), rhs)
         while not progress.finished():
@@ -63,7 +63,10 @@ class GMRES(LinearSolver):
             for k in range(m):
                 if progress.finished():
                     break
-                w, h = _orthogonalise(system(precondition(V[:, k])), V[:, : k + 1])
+                z = precondition(V[:, k])
+                w = system(z)
+                size = torch.maximum(size, batch.divide(batch.norm(w), batch.norm(z)))
+                w, h = _orthogonalise(w, V[:, : k + 1])
                 below = batch.norm(w)
                 column = (Q[:, : k + 1, : k + 1] @ h.unsqueeze(2)).squeeze(2)
                 pivot = torch.hypot(column[:, k], below)
@@ -92,7 +95,7 @@ class GMRES(LinearSolver):
             better = (batch.norm(r_trial) < beta) & (u != 0).any(dim=1)
             x, r = batch.select(better, trial, x), batch.select(better, r_trial, r)
             refuted = progress.correct(batch.norm(r))
-            progress.stop(refuted & ~(batch.norm(r) < 0.5 * beta), Status.stagnated)
+            progress.settle(refuted & ~(batch.norm(r) < 0.5 * beta), self.attainable(size, x, rhs))
         method = ("preconditioned " if self.preconditioner is not None else "") + f"GMRES({self.restart})"
         return self.result(x, progress, method, operator.products - before, spectrum)
 

@@ -44,7 +44,7 @@ class MINRES(LinearSolver):
         progress = self.progress(batch.norm(r), rhs)
         while not progress.finished():
             size = batch.divide(batch.norm(rhs - r), batch.norm(x))  # what x says of ‖A‖
-            step, ritz, stopped = _minimise(system, precondition, r, size, progress)
+            step, size, ritz, stopped = _minimise(system, precondition, r, size, progress)
             least_squares = least_squares | stopped
             spectrum = spectrum or ritz  # the first is the longest
             trial = x + step
@@ -52,7 +52,7 @@ class MINRES(LinearSolver):
             old, new = batch.norm(r), batch.norm(r_trial)
             x, r = batch.select(new < old, trial, x), batch.select(new < old, r_trial, r)
             refuted = progress.correct(batch.norm(r))
-            progress.stop(refuted & ~(new < 0.5 * old), Status.stagnated)
+            progress.settle(refuted & ~(new < 0.5 * old), self.attainable(size, x, rhs))
         if precondition is None:
             # There A r = 0, and x may have any multiple of r in it: without it, it is the smallest such solution.
             part = torch.where(least_squares, batch.divide(batch.dot(x, r), batch.dot(r, r)), 0.0)
@@ -68,8 +68,8 @@ def _minimise(
     r: Tensor,
     size: Tensor,
     progress: Progress,
-) -> tuple[Tensor, Tridiagonal, Tensor]:
-    """The step from where the residual is r, the Lanczos coefficients, and who stopped because A r = 0."""
+) -> tuple[Tensor, Tensor, Tridiagonal, Tensor]:
+    """The step from where the residual is r, ‖A‖, the Lanczos coefficients, and who stopped because A r = 0."""
     eps = torch.finfo(r.dtype).eps
     zero, one = torch.zeros_like(size), torch.ones_like(size)
     x, d, d_old, u_old = (torch.zeros_like(r) for _ in range(4))
@@ -77,13 +77,18 @@ def _minimise(
     u, v, beta = _normalise(r, r if precondition is None else precondition(r))
     c, s, c_old, s_old = one, zero, one, zero  # the last two rotations
     phi = beta  # the residual in the norm of M⁻¹
+    norm = size  # of A; below, `size` is that of M⁻¹ᐟ² A M⁻¹ᐟ²
+    size = size if precondition is None else zero
     smallest = torch.full_like(size, torch.inf)
     taken = torch.zeros_like(progress.steps)
     least_squares = torch.zeros_like(progress.running)
     diagonal: list[Tensor] = []
     off_diagonal: list[Tensor] = []
     while not progress.finished():
-        q = system(v) - batch.scale(beta, u_old)
+        q = system(v)
+        if precondition is not None:
+            norm = torch.maximum(norm, batch.divide(batch.norm(q), batch.norm(v)))
+        q = q - batch.scale(beta, u_old)
         alpha = batch.dot(v, q)
         q = q - batch.scale(alpha, u)
         u_new, v_new, beta_new = _normalise(q, q if precondition is None else precondition(q))
@@ -117,9 +122,10 @@ def _minimise(
         diagonal.append(alpha)
         off_diagonal.append(beta)
         progress.advance(estimate)
+    norm = size if precondition is None else norm
     # Steps that turned out to have divided by a rounding error: ‖A‖ was not known yet.
     x = torch.where((smallest <= 10 * eps * size).unsqueeze(1), 0.0, x)
-    return x, Tridiagonal(diagonal, off_diagonal, taken), least_squares
+    return x, norm, Tridiagonal(diagonal, off_diagonal, taken), least_squares
 
 
 def _normalise(q: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,7 +35,7 @@ class WarmStart(LinearSolver):
     solver: LinearSolver
 
     def __init__(self, solver: LinearSolver):
-        if not hasattr(solver, "solve"):
+        if not isinstance(solver, LinearSolver):
             raise TypeError(f"solver must be a linear solver such as CG(), got {solver!r}.")
         # The fields of the solver inside, for those who ask (damping, for one, is part of the problem).
         shared: dict[str, Any] = {f.name: getattr(solver, f.name, f.default) for f in fields(LinearSolver)}

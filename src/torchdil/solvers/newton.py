@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.linear import CG, GMRES, LinearSolver
+from torchdil.linear import CG, GMRES, Dense, LinearSolver
+from torchdil.linear.auto import direct_pays
 from torchdil.operator import Operator
 from torchdil.problem import Problem
 from torchdil.progress import Progress
@@ -40,6 +41,11 @@ class Newton(Solver):
     max_steps: int = 100
     linear_solver: LinearSolver | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.linear_solver is not None and not isinstance(self.linear_solver, LinearSolver):
+            raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {self.linear_solver!r}.")
+
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
         now = Iterate.at(problem, y0)
         progress = Progress(batch.norm(now.F), tolerance, self.max_steps, patience=50)
@@ -63,9 +69,11 @@ class Newton(Solver):
     def _direction(self, problem: Problem, now: Iterate) -> tuple[Tensor, Tensor]:
         """d with J d ≈ -F, downhill for an argmin; and where J was seen not to be positive definite."""
         operator = problem.operator(now.y)
-        if self.linear_solver is None and now.y.shape[1] <= 64 and problem.symmetric:
+        direct = direct_pays(*now.y.shape)
+        if self.linear_solver is None and direct and problem.symmetric:
             return _downhill(operator, now.F)
-        solver = self.linear_solver or _default(problem, now.y.shape[1])
+        krylov = CG(rtol=_INNER_RTOL) if problem.symmetric else GMRES(rtol=_INNER_RTOL)
+        solver = self.linear_solver or (Dense() if direct else krylov)
         with torch.no_grad():
             direction, status, _ = solver.solve(operator, -now.F)
         saddle = status == Status.negative_curvature
@@ -77,17 +85,9 @@ class Newton(Solver):
     def _starts_at_saddle(self, problem: Problem, now: Iterate, progress: Progress) -> Tensor:
         """Samples that were solved before the first step have shown no Hessian yet."""
         untouched = progress.steps == 0
-        if not bool(untouched.any()) or now.y.shape[1] > 64:
+        if not bool(untouched.any()) or not direct_pays(*now.y.shape):
             return torch.zeros_like(untouched)
         return untouched & _downhill(problem.operator(now.y), now.F)[1]
-
-
-def _default(problem: Problem, n: int) -> LinearSolver:
-    from torchdil.linear import Dense
-
-    if not problem.symmetric and n <= 64:
-        return Dense()
-    return CG(rtol=_INNER_RTOL) if problem.symmetric else GMRES(rtol=_INNER_RTOL)
 
 
 def _downhill(operator: Operator, F: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,12 +96,17 @@ def _downhill(operator: Operator, F: Tensor) -> tuple[Tensor, Tensor]:
         H = operator.dense()
         H = 0.5 * (H + H.mT)
         factor, info = torch.linalg.cholesky_ex(H)
-        if not bool((info != 0).any()):
-            return -torch.cholesky_solve(F.unsqueeze(2), factor).squeeze(2), torch.zeros_like(info, dtype=torch.bool)
+        eps = torch.finfo(F.dtype).eps
+        # A pivot that is zero to rounding: H is singular, and along its flat direction Cholesky divides noise by noise.
+        pivots = torch.diagonal(factor, dim1=1, dim2=2).square()
+        flat = pivots <= 10 * H.shape[1] * eps * torch.diagonal(H, dim1=1, dim2=2)
+        weak = (info != 0) | flat.any(dim=1)
+        newton = -torch.cholesky_solve(F.unsqueeze(2), factor).squeeze(2)
+        if not bool(weak.any()):
+            return newton, weak
         finite = torch.isfinite(H).all(dim=2).all(dim=1)
         values, vectors = torch.linalg.eigh(torch.where(finite[:, None, None], H, 0.0))
         size = values.abs().amax(dim=1, keepdim=True)
-        eps = torch.finfo(F.dtype).eps
         safe = values.abs().clamp_min(eps**0.5 * size).clamp_min(torch.finfo(F.dtype).tiny)
         direction = -(vectors @ ((vectors.mT @ F.unsqueeze(2)) / safe.unsqueeze(2))).squeeze(2)
-        return direction, values[:, 0] < -(eps**0.5) * size[:, 0]
+        return batch.select(weak, direction, newton), weak & (values[:, 0] < -(eps**0.5) * size[:, 0])

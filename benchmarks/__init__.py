@@ -1,0 +1,1 @@
+"""Measurements of torchdil; `python -m benchmarks` writes `benchmarks/results/core.json`."""
