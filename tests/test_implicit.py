@@ -195,6 +195,7 @@ def test_closures_over_a_non_leaf(way, solve):
 def test_first_order_without_create_graph_needs_no_search():
     """A tensor that no closure shows: its gradient is right, and only the second order is refused."""
     x = tensor(0.5, 2.0).requires_grad_()
+
     class Hiding:
         __slots__ = ("make",)  # nothing in a __dict__ to look at
 
@@ -212,7 +213,9 @@ def test_first_order_without_create_graph_needs_no_search():
     exact, da_dx = cubic_root(a.detach()), (x.sin() + x * x.cos()).detach()
     (dx,) = grad(y.sum(), x, retain_graph=True)
     close(dx, first(exact) * da_dx)
-    with pytest.raises(RuntimeError, match=r"^The function of this implicit layer uses a non-leaf tensor .* pass it in args .*\.$"):
+    with pytest.raises(
+        RuntimeError, match=r"^The function of this implicit layer uses a non-leaf tensor .* pass it in args .*\.$"
+    ):
         grad(y.sum(), x, create_graph=True)
     # Said in args it is no longer hidden.
     y = dil.root(lambda y, a: y**3 + y - a, torch.ones_like(a), (a,)).value
@@ -277,14 +280,24 @@ def test_retain_grad_and_hooks_on_intermediates():
     close(seen["z"][0], first(exact))
 
 
-def test_a_hook_that_changes_the_gradient():
+@pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "non-leaf"])
+def test_a_hook_that_changes_the_gradient(leaf):
+    """It is called once in each backward pass, whatever walks the library makes of its own."""
     x = tensor(0.5, 2.0).requires_grad_()
-    z = 3 * x
-    z.register_hook(lambda g: 10 * g)
+    z = x if leaf else 1 * x
+    calls = []
+    handle = z.register_hook(lambda g: calls.append(1) or 10 * g)
     y = dil.root(lambda y: y**3 + y - z, torch.ones_like(x)).value
+    exact = cubic_root(x.detach())
     for create_graph in (False, True):
+        calls.clear()
         (dx,) = grad(y.sum(), x, create_graph=create_graph, retain_graph=True)
-        close(dx.detach(), 30 * first(cubic_root(z.detach())))
+        close(dx.detach(), 10 * first(exact))
+        assert len(calls) == 1
+    (ddx,) = grad(dx.sum(), x, retain_graph=True)
+    close(ddx, 100 * second(exact))
+    handle.remove()
+    close(grad(y.sum(), x)[0], first(exact))
 
 
 @pytest.mark.parametrize("solve", SOLVES)
@@ -633,7 +646,11 @@ def test_the_answer_is_no_view_of_the_start():
     a = tensor(0.5, 2.0)
     y0 = cubic_root(a)
     kept = y0.clone()
-    for y in (dil.root(by_cell(a), y0).value, dil.root(by_cell(a), y0, solver=lambda f, y: y).value, dil.attach(by_cell(a), y0)):
+    for y in (
+        dil.root(by_cell(a), y0).value,
+        dil.root(by_cell(a), y0, solver=lambda f, y: y).value,
+        dil.attach(by_cell(a), y0),
+    ):
         y.add_(1.0)
         assert torch.equal(y0, kept)
 

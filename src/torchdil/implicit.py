@@ -60,6 +60,7 @@ class Condition:
         replay: F for derivatives of higher order, evaluated after the forward pass; None: `residual`.
         pairs: secant pairs of the forward solver, for preconditioners.
         key: identifies the function, see `Operator`.
+        argument: the name under which F, which must depend on y, was given; empty: F may be constant.
     """
 
     residual: Residual
@@ -73,6 +74,7 @@ class Condition:
     replay: Residual | None = None
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     key: Hashable = None
+    argument: str = ""
 
     def solve(self, operator: Operator, rhs: Tensor, transpose: bool) -> Tensor:
         """g with Jᵀ g = rhs (or J g = rhs), checked by one more product, under the failure policy; no graph."""
@@ -107,7 +109,7 @@ class Point:
 
     def __init__(self, condition: Condition, y: Tensor):
         self.condition, self.y = condition, y
-        with torch.enable_grad(), _plain_saving():
+        with torch.enable_grad(), plain_saving():
             leaf, self.F, self._boundary, self._hidden = _evaluate(condition, y)
         primal = fwd.unpack_dual(self.F).primal if tangents_active() else self.F
         self.operator = Operator(condition.residual, y, condition.symmetric, graph=(leaf, primal), key=condition.key)
@@ -197,10 +199,11 @@ class _Implicit(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, F_tangent: Tensor | None, *__: Tensor | None) -> Tensor | None:  # type: ignore[override]
-        if F_tangent is None:
-            return None
         link: _Link = ctx.link
-        if torch.is_grad_enabled() and F_tangent.requires_grad:
+        if F_tangent is None:  # something that F was made of has a tangent, F has none
+            return torch.zeros_like(link.y)
+        # Ḟ may be constant and J, hence ẏ, still depend on the parameters.
+        if torch.is_grad_enabled() and (link.boundary or link.hidden):
             return _attached_tangent(link)
         return -link.solve(F_tangent, not link.transpose)
 
@@ -228,20 +231,32 @@ def _partial_derivatives(F: Tensor, g: Tensor, tensors: list[Tensor], output: Te
     """gᵀ ∂F/∂t for each t in `tensors`, the others and `output` held fixed.
 
     `autograd.grad` alone would follow one tensor's history into another, and the output's own history into all of them. Hooks stop
-    the walk there, for the one walk that starts below.
+    the walk there, for the one walk that starts below. The user's own hooks are for the gradients that come of it later.
     """
     walk: list[int] = []
 
+    def inside() -> bool:
+        return torch._C._current_graph_task_id() in walk
+
     def stop(grads: tuple[Tensor, ...]) -> Any:
-        return (None,) * len(grads) if torch._C._current_graph_task_id() in walk else None
+        return (None,) * len(grads) if inside() else None
+
+    def outside_only(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        return lambda grad: None if inside() else hook(grad)
 
     handles: list[Any] = [F.register_hook(lambda _: walk.append(torch._C._current_graph_task_id()))]
     handles += [t.grad_fn.register_prehook(stop) for t in (output, *tensors) if t.grad_fn is not None]
+    theirs = [(hooks, key, hook) for hooks in (t._backward_hooks for t in tensors) for key, hook in (hooks or {}).items()]
+    for hooks, key, hook in theirs:
+        hooks[key] = outside_only(hook)
     try:
         return torch.autograd.grad(F, tensors, g, create_graph=True, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
+        for hooks, key, hook in theirs:
+            if key in hooks:
+                hooks[key] = hook
 
 
 def _attached_tangent(link: _Link) -> Tensor:
@@ -271,13 +286,14 @@ def _evaluate(condition: Condition, y: Tensor) -> tuple[Tensor, Tensor, list[Ten
     leaf = y.detach().requires_grad_()
     first = leaf.view_as(leaf).grad_fn._sequence_nr()  # type: ignore[union-attr]
     F = condition.residual(leaf)
-    if not F.requires_grad:
+    reached = False
+    if not F.requires_grad and not condition.argument:
         F = F + 0 * leaf
     known = {_edge(t): t for t in condition.tensors if t.requires_grad}
     found: dict[int, Tensor] = {}
     unknown = set()
     seen = {F.grad_fn}
-    stack = [F.grad_fn]
+    stack = [F.grad_fn] if F.requires_grad else []
     while stack:
         node = stack.pop()
         for edge in node.next_functions:  # type: ignore[union-attr]
@@ -288,6 +304,7 @@ def _evaluate(condition: Condition, y: Tensor) -> tuple[Tensor, Tensor, list[Ten
             if tensor is None:
                 tensor = getattr(child, "variable", None)
             if tensor is leaf:
+                reached = True
                 continue
             if tensor is not None:
                 found[id(tensor)] = tensor
@@ -296,6 +313,8 @@ def _evaluate(condition: Condition, y: Tensor) -> tuple[Tensor, Tensor, list[Ten
             elif child not in seen:
                 seen.add(child)
                 stack.append(child)
+    if condition.argument and not reached:
+        raise ValueError(f"{condition.argument} must depend on y, but its value does not change with y.")
     if unknown:
         for tensor in captured_tensors(condition.function):
             if tensor.requires_grad and _edge(tensor) in unknown:
@@ -354,7 +373,7 @@ def _check_same(link: _Link, F: Tensor) -> None:
             )
 
 
-def _plain_saving() -> Any:
+def plain_saving() -> Any:
     """Save tensors as they are: hooks of checkpointing or offloading would run again for every product with J."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return nullcontext() if hooks is None else saved_tensors_hooks(_keep, _keep)

@@ -15,9 +15,10 @@ from torchdil.batch import map_tensors
 from torchdil.fixed_point import fixed_point
 from torchdil.linear.base import LinearSolver
 from torchdil.root import root
-from torchdil.solution import FailurePolicy, Report, Solution, check_policy
+from torchdil.solution import FailurePolicy, Report, Solution, Status, check_policy
 from torchdil.solve import eager
 from torchdil.solvers.base import Solver
+from torchdil.transform import transforms_active
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,9 @@ class _Layer(nn.Module):
         """y for the input x, attached to the graph."""
         solution = self._solve(self._start(x) if y0 is None else y0, () if x is None else (x,))
         self.report = solution.report
-        if isinstance(self.init, LastSolution):
-            self._last = map_tensors(Tensor.detach, solution.value)
+        if isinstance(self.init, LastSolution) and not transforms_active():  # a transform's tensors end with it
+            lost = bool((solution.status == Status.non_finite).any())  # no start for what follows
+            self._last = None if lost else map_tensors(lambda t: t.detach().clone(), solution.value)
         return solution.value
 
     def _solve(self, y0: Any, args: tuple[Any, ...]) -> Solution:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from torchdil import batch
 from torchdil.batch import Layout
 from torchdil.operator import Operator
 from torchdil.transform import transforms_active
@@ -81,9 +82,16 @@ class Problem:
         return Operator(self.residual, y, self.symmetric, key=self.key)
 
     def remember(self, dy: Tensor, dF: Tensor) -> None:
-        """A step of the solver, for preconditioners that learn from it."""
+        """A step of the solver, for preconditioners that learn from it. Samples that did not move keep the pairs they have."""
+        if len(self.pairs) < self.keep:
+            self.pairs = [*self.pairs, (torch.zeros_like(dy), torch.zeros_like(dF))]
         if self.keep:
-            self.pairs = [*self.pairs, (dy, dF)][-self.keep :]
+            moved = batch.norm(dy) > 0
+            later = [*self.pairs[1:], (dy, dF)]
+            self.pairs = [
+                (batch.select(moved, s, old_s), batch.select(moved, q, old_q))
+                for (s, q), (old_s, old_q) in zip(later, self.pairs, strict=True)
+            ]
 
 
 def gradient(f: Callable[[Tensor], Tensor], y: Tensor, argument: str) -> Tensor:

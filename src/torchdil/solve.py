@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from torchdil import batch
 from torchdil.batch import Layout, map_tensors
-from torchdil.implicit import Condition, Point, full_precision, no_tangents
+from torchdil.implicit import Condition, Point, full_precision, no_tangents, plain_saving
 from torchdil.linear import Auto, LinearSolver
 from torchdil.operator import Operator
 from torchdil.problem import Call, Problem, Statement
@@ -100,6 +100,9 @@ class _Setting:
 
     def attached(self, y0: Any, args: tuple[Any, ...]) -> Tensor:
         """y (B, n), found and attached."""
+        if torch.is_inference_mode_enabled():  # solvers need gradients, which its tensors cannot have
+            with torch.inference_mode(False), torch.no_grad():
+                return self.attached(*map_tensors(lambda t: t.clone() if t.is_inference() else t, (y0, args)))
         first = pytree.tree_leaves(y0)[0]
         args = _cast_up(args, first)
         with full_precision(first):
@@ -119,8 +122,14 @@ class _Setting:
         condition.function = self.function
         condition.replay = lambda y: statement.residual(replay, y, args)
         user_call = functools.partial(_bind, call, args)
-        result, point = self.find(problem, condition, start, user_call)
+        with plain_saving():
+            result, point = self.find(problem, condition, start, user_call)
         condition.failed = self.conclude(result)
+        lost = result.status == Status.non_finite
+        if self.on_failure == "zero" and bool(lost.any()):
+            # Their gradient is zero, but zero times a derivative at infinity would be NaN, in parameters shared with others.
+            point = Point(condition, batch.select(lost, start, result.value))
+            point.y = result.value
         return point.attach()
 
     def transformed(self, y0: Any, args: tuple[Any, ...]) -> Tensor:
@@ -148,7 +157,7 @@ class _Setting:
         def solver(residual: Any, objective: Any, start: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
             problem = self.problem(lambda y: residual(y, start, *operands), lambda y: objective(y, start, *operands))
             user_call = functools.partial(_bind, *bind(operands)) if start.shape[0] == self.layout.samples else None
-            with torch.enable_grad():
+            with torch.enable_grad(), plain_saving():
                 result, _ = self.find(problem, self.condition(problem.residual, problem), start, user_call)
             failed = self.conclude(result)
             return result.value.clone(), failed.unsqueeze(1).to(start.dtype)
@@ -188,6 +197,7 @@ class _Setting:
             self.report,
             failed=torch.tensor(False),
             key=problem.key,
+            argument="" if self.statement.has_objective else self.statement.argument,
         )
 
     def find(self, problem: Problem, condition: Condition, start: Tensor, user_call: Call | None) -> tuple[Result, Point]:

@@ -137,11 +137,13 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, None]:  # type: ignore[override]
-        y, failed, *operands = ctx.saved_tensors
-        chosen, F = _in_floating(ctx.spec, y, operands)
-        given = tuple(torch.zeros_like(operands[i]) if tangents[i] is None else tangents[i] for i in chosen)
-        F_tangent = torch.func.jvp(F, tuple(operands[i] for i in chosen), given)[1]
-        t, _ = _Transformed.apply(ctx.spec.linear(False), -F_tangent, y, failed, *operands)
+        # torch turns forward mode off in here, for its own level; that would lose the tangents of an outer one.
+        with fwd._set_fwd_grad_enabled(True):
+            y, failed, *operands = (fwd.unpack_dual(t).primal for t in ctx.saved_tensors)
+            chosen, F = _in_floating(ctx.spec, y, operands)
+            given = tuple(torch.zeros_like(operands[i]) if tangents[i] is None else tangents[i] for i in chosen)
+            F_tangent = torch.func.jvp(F, tuple(operands[i] for i in chosen), given)[1]
+            t, _ = _Transformed.apply(ctx.spec.linear(False), -F_tangent, y, failed, *operands)
         return t, None
 
     @staticmethod

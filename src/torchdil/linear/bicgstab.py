@@ -28,9 +28,9 @@ class BiCGStab(LinearSolver):
     """
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
+        before = operator.products  # making a preconditioner may cost some
         system = self.system(operator, transpose)
         precondition = self.preconditioning(operator, transpose) or (lambda r: r)
-        before = operator.products
         x, r = self.begin(system, rhs, start)
         eps = torch.finfo(rhs.dtype).eps
         progress = self.progress(batch.norm(r), rhs)

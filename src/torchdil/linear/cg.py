@@ -44,9 +44,9 @@ class CG(LinearSolver):
             result = NormalCG(**shared).solve(operator, rhs, start, transpose=transpose)
             result.stats.method = "CG on the normal equations"
             return result
+        before = operator.products  # making a preconditioner may cost some
         system = self.system(operator, transpose)
         precondition = self.preconditioning(operator, transpose) or (lambda r: r)
-        before = operator.products
         x, r = self.begin(system, rhs, start)
         z = precondition(r)
         p = z.clone()

@@ -39,9 +39,9 @@ class GMRES(LinearSolver):
             raise ValueError(f"restart must be at least 1, got {self.restart!r}.")
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
+        before = operator.products  # making a preconditioner may cost some
         system = self.system(operator, transpose)
         precondition = self.preconditioning(operator, transpose) or (lambda r: r)
-        before = operator.products
         x, r = self.begin(system, rhs, start)
         samples, n = rhs.shape
         m = min(self.restart, n) if self.max_steps is None else min(self.restart, n, self.max_steps)

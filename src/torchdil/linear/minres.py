@@ -35,9 +35,9 @@ class MINRES(LinearSolver):
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         if not operator.symmetric:
             raise ValueError("linear_solver=MINRES() needs a symmetric J, as of an argmin; use GMRES(), BiCGStab() or Dense().")
+        before = operator.products  # making a preconditioner may cost some
         system = self.system(operator, transpose)
         precondition = self.preconditioning(operator, transpose)
-        before = operator.products
         x, r = self.begin(system, rhs, start)
         spectrum = None
         least_squares = torch.zeros_like(rhs[:, 0], dtype=torch.bool)

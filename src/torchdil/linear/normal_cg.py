@@ -28,9 +28,9 @@ class NormalCG(LinearSolver):
     """
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
+        before = operator.products  # making a preconditioner may cost some
         system, adjoint = self.system(operator, transpose), self.system(operator, not transpose)
         precondition = self._for_normal_equations(operator, transpose)
-        before = operator.products
         x, r = self.begin(system, rhs, start)
         s = adjoint(r)
         z = precondition(s)

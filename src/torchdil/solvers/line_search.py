@@ -39,17 +39,19 @@ class Iterate(NamedTuple):
 def backtrack(problem: Problem, start: Iterate, direction: Tensor, step: Tensor, running: Tensor) -> tuple[Iterate, Tensor]:
     """Halve each sample's step until the merit falls enough (Armijo); returns the new iterates and which samples moved.
 
-    A change of the merit within its rounding error is accepted if it comes with a smaller ‖F‖: close to a minimum the objective
-    is flat to rounding long before its gradient is zero.
+    Close to a minimum the objective is flat to rounding long before its gradient is zero. A change that rounding may have made is
+    accepted if ‖F‖ and the slope fall instead (the approximate Wolfe condition of Hager and Zhang 2005).
     """
     slope = batch.dot(start.F, direction) if problem.objective is not None else -start.merit
-    noise = 10 * torch.finfo(start.y.dtype).eps * start.merit.abs()
+    noise = torch.finfo(start.y.dtype).eps ** 0.5 * start.merit.abs()
     F_norm = batch.norm(start.F)
     current, moved = start, torch.zeros_like(running)
     for _ in range(_MAX_HALVINGS):
         trial = Iterate.at(problem, start.y + batch.scale(step, direction))
         enough = trial.merit <= start.merit + _SUFFICIENT * step * slope
         flat = (trial.merit <= start.merit + noise) & (batch.norm(trial.F) < F_norm)
+        if problem.objective is not None:
+            flat = flat & (batch.dot(trial.F, direction).abs() <= (1 - 2 * _SUFFICIENT) * slope.abs())
         accepted = running & ~moved & (enough | flat) & batch.finite(trial.F)
         current, moved = trial.where(accepted, current), moved | accepted
         if not bool((running & ~moved).any()):

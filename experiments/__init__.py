@@ -1,0 +1,1 @@
+"""Experiments; `python -m experiments` runs them and writes `results/index.html`."""
