@@ -184,20 +184,20 @@ def test_the_same_in_a_layer():
 
 
 def test_errors_of_the_users_function_pass_through():
-    class Mine(Exception):
+    class MineError(Exception):
         pass
 
     def broken(y):
-        raise Mine("mine")
+        raise MineError("mine")
 
     for call in (argmin(broken), root(broken), fixed_point(broken), attach(broken)):
-        with pytest.raises(Mine, match="^mine$"):
+        with pytest.raises(MineError, match=r"^mine$"):
             call()
 
     def broken_solver(fn, y0):
-        raise Mine("mine")
+        raise MineError("mine")
 
-    with pytest.raises(Mine, match="^mine$"):
+    with pytest.raises(MineError, match=r"^mine$"):
         dil.argmin(score, Y, solver=broken_solver)
 
 

@@ -136,7 +136,7 @@ forward_solvers = st.sampled_from([dil.Newton(), dil.Newton(linear_solver=dil.CG
 def test_a_batch_is_so_many_single_solves(samples, n, dtype, seed, solver, linear_solver):
     H, x, theta, v = problem(samples, n, dtype, seed)
     y, grad_x, grad_theta = solve(H, x, theta, v, solver, linear_solver)
-    # One sample is summed up in another order than a batch. Barzilai-Borwein steps carry such a rounding error on to the tolerance.
+    # One sample is summed up in another order than a batch, and Barzilai-Borwein steps blow such a difference up.
     rtol = RTOL[dtype] if isinstance(solver, dil.GradientDescent) else BATCH[dtype]
     total = torch.zeros_like(theta)
     for i in range(samples):

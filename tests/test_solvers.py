@@ -249,6 +249,15 @@ def test_a_root_that_is_not_finite(solver):
     assert residual(solution.value, x)[[0, 2]].abs().max() <= VALUE
 
 
+def test_a_score_that_rounding_flattens():
+    """Near its minimum the change of this score is below the rounding of cosh: steps must be judged by the gradient."""
+    x = torch.randn(2000, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    score = lambda y: (0.5 * (y - x) ** 2 + 0.5 * torch.log(torch.cosh(y))).sum(-1)  # noqa: E731
+    for solver in (dil.Newton(), dil.Newton(linear_solver=dil.CG()), dil.GradientDescent()):
+        solution = dil.argmin(score, torch.zeros_like(x), solver=solver)
+        assert bool(solution.converged.all())
+
+
 # Saddles and maxima.
 
 
@@ -257,23 +266,13 @@ def double_well(y):
     return y[:-1].square().sum() - y[-1] ** 2 + y[-1] ** 4
 
 
-# A factorised Hessian is looked at by the default Newton with n <= 64 only; elsewhere curvature is seen where F points to it.
-UNSEEN = pytest.mark.xfail(strict=True, reason="negative curvature orthogonal to F goes unseen", raises=pytest.fail.Exception)
-
-
-@pytest.mark.parametrize("n", [2, pytest.param(100, marks=UNSEEN)])
+@pytest.mark.parametrize("n", [2, 100, 200])
 @pytest.mark.parametrize("linear_solver", [None, dil.CG(), dil.Dense()])
-def test_newton_started_at_a_saddle_says_so(n, linear_solver):
-    solver = dil.Newton(linear_solver=linear_solver)
-    with pytest.warns(dil.ConvergenceWarning, match="negative_curvature"):
-        solution = dil.argmin(double_well, torch.zeros(n, dtype=torch.float64), solver=solver)
-    assert solution.status == Status.negative_curvature
-
-
-@pytest.mark.parametrize("linear_solver", [None, pytest.param(dil.CG(), marks=UNSEEN), pytest.param(dil.Dense(), marks=UNSEEN)])
-def test_newton_led_to_a_saddle_says_so(linear_solver):
-    """From a point on the ridge, where the gradient has no part along the negative curvature."""
-    y0 = torch.tensor([1.0, 0.0], dtype=torch.float64)
+@pytest.mark.parametrize("along", [0.0, 1.0])
+def test_newton_that_ends_at_a_saddle_says_so(n, linear_solver, along):
+    """Started there, or on the ridge that leads there, where the gradient has no part along the negative curvature."""
+    y0 = torch.full((n,), along, dtype=torch.float64)
+    y0[-1] = 0
     with pytest.warns(dil.ConvergenceWarning, match="negative_curvature"):
         solution = dil.argmin(double_well, y0, solver=dil.Newton(linear_solver=linear_solver))
     assert solution.status == Status.negative_curvature
@@ -285,7 +284,7 @@ def test_newton_started_at_a_maximum_says_so():
     assert solution.status == Status.negative_curvature
 
 
-@pytest.mark.parametrize("n", [2, 100])
+@pytest.mark.parametrize("n", [2, 200])
 @pytest.mark.parametrize("linear_solver", [None, dil.CG()])
 def test_newton_started_near_a_saddle_finds_a_minimum(n, linear_solver):
     y0 = torch.full((n,), 1e-3, dtype=torch.float64)

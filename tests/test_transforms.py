@@ -355,9 +355,9 @@ def test_captured_tensors_are_refused(transform):
 
 
 def test_captured_batches_are_refused():
-    with pytest.raises(RuntimeError, match="^score uses a tensor .* being transformed"):
+    with pytest.raises(RuntimeError, match=r"^score uses a tensor .* being transformed"):
         vmap(lambda x: dil.argmin(lambda y: ((y - x) ** 2).sum(), ZERO).value)(XS)
-    with pytest.raises(RuntimeError, match="^g uses a tensor"):
+    with pytest.raises(RuntimeError, match=r"^g uses a tensor"):
         vmap(lambda x: dil.fixed_point(lambda y: 0.5 * y + x, ZERO).value)(XS)
 
 

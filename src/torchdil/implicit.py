@@ -18,7 +18,7 @@ Inside `torch.func` transforms there is no such graph to walk; `torchdil.transfo
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -246,7 +246,8 @@ def _partial_derivatives(F: Tensor, g: Tensor, tensors: list[Tensor], output: Te
 
     handles: list[Any] = [F.register_hook(lambda _: walk.append(torch._C._current_graph_task_id()))]
     handles += [t.grad_fn.register_prehook(stop) for t in (output, *tensors) if t.grad_fn is not None]
-    theirs = [(hooks, key, hook) for hooks in (t._backward_hooks for t in tensors) for key, hook in (hooks or {}).items()]
+    tables: list[Any] = [t._backward_hooks for t in tensors if t._backward_hooks]
+    theirs = [(hooks, key, hook) for hooks in tables for key, hook in hooks.items()]
     for hooks, key, hook in theirs:
         hooks[key] = outside_only(hook)
     try:

@@ -182,17 +182,15 @@ class Report:
         return str(self)
 
     def __str__(self) -> str:
-        rows: list[tuple[str, str, str]] = [("", "forward", "backward")]
-        halves = (self.forward, self.backward)
-        cells = [_describe(half) for half in halves]
-        for key in ("method", "status", "samples", "steps", "residual", "tolerance", "evaluations"):
-            rows.append((key, cells[0].get(key, "-"), cells[1].get(key, "-")))
+        first, second = _describe(self.forward), _describe(self.backward)
+        rows = [(key, first.get(key, "-"), second.get(key, "-")) for key in _ROWS]
         if self.ritz is not None:
-            rows.append(("smallest, largest Ritz value", "", f"{_worst(self.ritz[0], low=True)}, {_worst(self.ritz[1])}"))
-        errors = (self.value_error, self.adjoint_error)
-        if any(error is not None for error in errors):
-            first, second = (("" if error is None else _worst(error)) for error in errors)
-            rows.append(("estimated error: |y - y*|, of g (relative)", first, second))
+            low, high = self.ritz
+            rows.append(("smallest, largest Ritz value", "", f"{float(low.min()):.2e}, {float(high.max()):.2e}"))
+        errors = [f"{float(error.max()):.2e}" if error is not None else "" for error in (self.value_error, self.adjoint_error)]
+        if any(errors):
+            rows.append(("estimated error of y, of g (relative)", errors[0], errors[1]))
+        rows.insert(0, ("", "forward", "backward"))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
@@ -248,8 +246,7 @@ def mask_failed(g: Tensor, failed: Tensor, on_failure: str) -> Tensor:
 
 def _sentence(phase: str, outcome: Outcome, failed: Tensor) -> str:
     stats = outcome.stats
-    excess = torch.where(failed, stats.residual / stats.tolerance.clamp_min(torch.finfo(stats.tolerance.dtype).tiny), -1.0)
-    worst = int(excess.nan_to_num(nan=float("inf")).argmax())
+    worst = _worst_sample(stats, failed)
     status = Status(int(outcome.status.reshape(-1)[worst]))
     residual, tolerance = float(stats.residual.reshape(-1)[worst]), float(stats.tolerance.reshape(-1)[worst])
     return (
@@ -261,35 +258,38 @@ def _sentence(phase: str, outcome: Outcome, failed: Tensor) -> str:
 
 def _user_frame() -> int:
     """The stack level of the first caller outside this package and torch, where a warning is of use."""
-    inside = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
+    inside = tuple(os.path.join(os.path.dirname(file), "") for file in (__file__, torch.__file__))
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame, level = frame.f_back, level + 1
     return level
 
 
+_ROWS = ("method", "status", "steps", "evaluations", "residual, worst sample", "tolerance of that sample")
+
+
 def _describe(outcome: Outcome | None) -> dict[str, str]:
     if outcome is None:
         return {}
-    codes, counts = torch.unique(outcome.status.reshape(-1).cpu(), return_counts=True)
-    names = [f"{Status(int(code)).name} {int(count)}" for code, count in zip(codes, counts, strict=True)]
-    stats = outcome.stats
+    status, stats = outcome
+    codes, counts = torch.unique(status.reshape(-1).cpu(), return_counts=True)
+    names = [Status(code).name for code in codes.tolist()]
+    if status.numel() > 1:
+        names = [f"{name} {count}" for name, count in zip(names, counts.tolist(), strict=True)]
+    worst = _worst_sample(stats)
+    low, high = int(stats.steps.min()), int(stats.steps.max())
     return {
         "method": stats.method + ("" if stats.exact else " (approximate)"),
-        "status": ", ".join(names) if outcome.status.numel() > 1 else Status(int(outcome.status)).name,
-        "samples": str(outcome.status.numel()),
-        "steps": _span(stats.steps),
-        "residual": _worst(stats.residual),
-        "tolerance": _worst(stats.tolerance, low=True),
+        "status": ", ".join(names),
+        "steps": str(low) if low == high else f"{low} to {high}",
         "evaluations": str(stats.products),
+        "residual, worst sample": f"{float(stats.residual.reshape(-1)[worst]):.2e}",
+        "tolerance of that sample": f"{float(stats.tolerance.reshape(-1)[worst]):.2e}",
     }
 
 
-def _span(a: Tensor) -> str:
-    low, high = int(a.min()), int(a.max())
-    return str(low) if low == high else f"{low} to {high}"
-
-
-def _worst(a: Tensor, low: bool = False) -> str:
-    value = float(a.min() if low else a.max())
-    return f"{value:.2e}" + (f" ({'smallest' if low else 'largest'} of {a.numel()})" if a.numel() > 1 else "")
+def _worst_sample(stats: Stats, among: Tensor | None = None) -> int:
+    """The sample whose residual is largest against its tolerance."""
+    excess = stats.residual / stats.tolerance.clamp_min(torch.finfo(stats.tolerance.dtype).tiny)
+    excess = excess.nan_to_num(nan=float("inf"))
+    return int((excess if among is None else torch.where(among, excess, -1.0)).argmax())

@@ -1,8 +1,8 @@
 """Newton's method J d = -F, y ← y + t d, with t per sample by backtracking.
 
 For an argmin J is the Hessian, and a direction must go downhill: a small Hessian that is not positive definite is made so by
-taking its eigenvalues' absolute values, a large one is met by CG, which stops at negative curvature with what it has. A point
-that the last Hessian shows to be a saddle or a maximum is reported as `negative_curvature`.
+taking its eigenvalues' absolute values, a large one is met by CG, which stops at negative curvature with what it has. A solution
+whose Hessian has a negative eigenvalue, a saddle or a maximum, is reported as `negative_curvature`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from torchdil.solvers.line_search import Iterate, backtrack
 
 # An inexact direction costs an extra step of Newton at most; four digits make that rare.
 _INNER_RTOL = 1e-4
+# Steps of Lanczos, from a random start, that look for negative curvature at a solution that was found matrix-free.
+_PROBE_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -60,20 +62,36 @@ class Newton(Solver):
             now = new
             progress.advance(batch.norm(now.F))
         result = self.result(now.y, progress, problem)
-        if problem.symmetric:
-            indefinite = indefinite | self._starts_at_saddle(problem, now, progress)
-            stopped = (result.status == Status.converged) & indefinite
-            result = result._replace(status=torch.where(stopped, int(Status.negative_curvature), result.status))
-        return result
+        if not problem.symmetric:
+            return result
+        # A factorisation shows the curvature in every direction, a Krylov solve along its own only: look where it is not certain.
+        certain = (progress.steps > 0) & ~indefinite if self._factorises(now.y) else torch.zeros_like(indefinite)
+        suspect = (result.status == Status.converged) & ~certain
+        if not bool(suspect.any()):
+            return result
+        saddle = suspect & self._saddle(problem, now)
+        return result._replace(status=torch.where(saddle, int(Status.negative_curvature), result.status))
+
+    def _factorises(self, y: Tensor) -> bool:
+        return self.linear_solver is None and direct_pays(*y.shape)
+
+    def _saddle(self, problem: Problem, now: Iterate) -> Tensor:
+        """Where the Hessian has a negative eigenvalue: exactly for small unknowns, else as a few Lanczos steps see it."""
+        operator = problem.operator(now.y)
+        if direct_pays(*now.y.shape):
+            return _downhill(operator, now.F)[1]
+        generator = torch.Generator(now.y.device).manual_seed(0)
+        probe = torch.randn(now.y.shape, generator=generator, dtype=now.y.dtype, device=now.y.device)
+        with torch.no_grad():
+            return CG(max_steps=_PROBE_STEPS).solve(operator, probe).status == Status.negative_curvature
 
     def _direction(self, problem: Problem, now: Iterate) -> tuple[Tensor, Tensor]:
         """d with J d ≈ -F, downhill for an argmin; and where J was seen not to be positive definite."""
         operator = problem.operator(now.y)
-        direct = direct_pays(*now.y.shape)
-        if self.linear_solver is None and direct and problem.symmetric:
+        if problem.symmetric and self._factorises(now.y):
             return _downhill(operator, now.F)
         krylov = CG(rtol=_INNER_RTOL) if problem.symmetric else GMRES(rtol=_INNER_RTOL)
-        solver = self.linear_solver or (Dense() if direct else krylov)
+        solver = self.linear_solver or (Dense() if self._factorises(now.y) else krylov)
         with torch.no_grad():
             direction, status, _ = solver.solve(operator, -now.F)
         saddle = status == Status.negative_curvature
@@ -81,13 +99,6 @@ class Newton(Solver):
             return direction, torch.zeros_like(saddle)
         uphill = ~(batch.dot(direction, now.F) < 0)
         return batch.select(uphill, -now.F, direction), saddle
-
-    def _starts_at_saddle(self, problem: Problem, now: Iterate, progress: Progress) -> Tensor:
-        """Samples that were solved before the first step have shown no Hessian yet."""
-        untouched = progress.steps == 0
-        if not bool(untouched.any()) or not direct_pays(*now.y.shape):
-            return torch.zeros_like(untouched)
-        return untouched & _downhill(problem.operator(now.y), now.F)[1]
 
 
 def _downhill(operator: Operator, F: Tensor) -> tuple[Tensor, Tensor]:
