@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: measure, write `benchmarks/results/core.json`, and from it the tables of README.md and docs/numbers.md."""
+"""`python -m benchmarks`: measure, write `benchmarks/results/core.json`, and from it the tables of README.md and docs."""
 
 from __future__ import annotations
 

@@ -59,9 +59,9 @@ def main() -> None:
         (
             "Does the report know how wrong the gradient is?",
             page.paragraph(
-                f"Medians over {quality['samples']} problems of {quality['unknowns']} unknowns, the forward solve (left) or the backward "
-                "solve (right) stopped at the tolerance on the axis. The estimates come from the solvers' own numbers, without a "
-                "further product."
+                f"Medians over {quality['samples']} problems of {quality['unknowns']} unknowns, the forward solve (left) or "
+                "the backward solve (right) stopped at the tolerance on the axis. The estimates come from the solvers' own "
+                "numbers, without a further product."
             )
             + page.vector_graphic(trust.figure(quality))
             + page.table(quality["rows"]),
@@ -69,8 +69,8 @@ def main() -> None:
         (
             f"A backward pass at {unknowns:,} unknowns",
             page.paragraph(
-                "Peak memory beyond the forward's in vectors of the size of the unknown, and the time of the CG loop over that of its "
-                "products with the Hessian alone (one thread, medians)."
+                "Peak memory beyond the forward's in vectors of the size of the unknown, and the time of the CG loop over that "
+                "of its products with the Hessian alone (one thread, medians)."
             )
             + page.table(large),
         ),
@@ -81,7 +81,8 @@ def main() -> None:
         ),
         (
             "Warm start of the backward solve",
-            page.paragraph("Products with the Hessian in a training run, from zero and from the last solution.") + page.table([warm]),
+            page.paragraph("Products with the Hessian in a training run, from zero and from the last solution.")
+            + page.table([warm]),
         ),
         ("Preconditioners", page.paragraph("Products of one backward solve by CG.") + page.table(rows["preconditioners"])),
         ("Ways to make a product", page.paragraph("Time relative to double backward.") + page.table(rows["strategies"])),

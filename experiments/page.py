@@ -26,7 +26,8 @@ def page(title: str, lead: str, sections: list[tuple[str, str]]) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">\n'
-        f"<style>{_STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>\n{paragraph(lead, 'soft')}\n{body}\n</body></html>\n"
+        f"<style>{_STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>\n"
+        f"{paragraph(lead, 'soft')}\n{body}\n</body></html>\n"
     )
 
 

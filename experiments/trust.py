@@ -1,7 +1,8 @@
 """How wrong is a gradient when the inner problem is not solved, and does the report know?
 
-The inner problem of a small network's energy is stopped at tolerances from 10⁻¹ to 10⁻¹², the backward solve likewise. The error of y
-and of the adjoint g are compared with the exact ones (a tight solve, a dense factorisation) and with the report's estimates.
+The inner problem of a small network's energy is stopped at tolerances from 10⁻¹ to 10⁻¹², the backward solve likewise. The
+error of y and of the adjoint g are compared with the exact ones (a tight solve, a dense factorisation) and with the report's
+estimates.
 """
 
 from __future__ import annotations
@@ -83,7 +84,13 @@ def figure(result: dict[str, Any]) -> Any:
     tolerance = [row["tolerance"] for row in rows]
     panels = (
         ("Forward solve stopped early", "value_error", "value_error_estimated", "error of y", "gradient_error_from_y"),
-        ("Backward solve stopped early", "gradient_error_from_cg", "gradient_error_from_cg_estimated", "error of the gradient", None),
+        (
+            "Backward solve stopped early",
+            "gradient_error_from_cg",
+            "gradient_error_from_cg_estimated",
+            "error of the gradient",
+            None,
+        ),
     )
     fig, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
     for ax, (title, true, estimated, label, extra) in zip(axes, panels, strict=True):

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torchdil.arguments import check_arguments
 from torchdil.batch import Layout, map_tensors
 from torchdil.linear.base import LinearSolver
+from torchdil.modes import eager
 from torchdil.problem import Call, Statement, gradient
 from torchdil.solution import FailurePolicy, Solution
-from torchdil.solve import check_arguments, eager, solve
+from torchdil.solve import solve
 from torchdil.solvers.base import Solver
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torchdil.arguments import check_arguments, check_output
 from torchdil.batch import Layout
 from torchdil.linear.base import LinearSolver
+from torchdil.modes import eager
 from torchdil.root import Root
 from torchdil.solution import FailurePolicy
-from torchdil.solve import attach_solution, check_arguments, check_output, eager
+from torchdil.solve import attach_solution
 
 
 @eager

@@ -34,7 +34,7 @@ def scale(c: Tensor, a: Tensor) -> Tensor:
 
 
 def select(mask: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Row b of `a` where mask[b], else of `b`. Unlike multiplying by the mask, this keeps a NaN of one side out of the other."""
+    """Row b of `a` where mask[b], else of `b`. Unlike a product with the mask, this keeps a NaN of one side out."""
     return torch.where(mask.unsqueeze(1), a, b)
 
 
@@ -83,9 +83,7 @@ class Layout:
         batch_shape = first.shape[:batch_dims]
         if any(leaf.shape[:batch_dims] != batch_shape for leaf in leaves):
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
-            raise ValueError(
-                f"{name} must have the same first {batch_dims} axes (the batch) in every tensor, got {shapes}."
-            )
+            raise ValueError(f"{name} must have the same first {batch_dims} axes (the batch) in every tensor, got {shapes}.")
         return Layout(spec, tuple(leaf.shape[batch_dims:] for leaf in leaves), batch_shape)
 
     @property
@@ -114,30 +112,6 @@ class Layout:
     def per_sample(self, a: Tensor) -> Tensor:
         """A (B,) result in the user's batch shape: () for one problem."""
         return a.reshape(self.batch_shape)
-
-
-def check_unknown(y: Any, name: str) -> None:
-    """Raise one sentence if `y` is not a (nested) floating-point tensor on one device."""
-    leaves = pytree.tree_leaves(y)
-    if not leaves:
-        raise TypeError(f"{name} must hold at least one tensor, got {y!r}.")
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            raise TypeError(f"{name} must be a tensor or a nested tuple/dict of tensors, got {type(leaf).__name__}.")
-        if not leaf.is_floating_point():
-            raise TypeError(f"{name} must have a real floating dtype, got {leaf.dtype}: use {name}.double() or .float().")
-    if len({leaf.dtype for leaf in leaves}) > 1:
-        raise TypeError(f"{name} must have one dtype, got {', '.join(str(leaf.dtype) for leaf in leaves)}.")
-    if len({leaf.device for leaf in leaves}) > 1:
-        raise ValueError(f"{name} must be on one device, got {', '.join(str(leaf.device) for leaf in leaves)}.")
-
-
-def check_devices(y: Any, args: Any, name: str) -> None:
-    """Raise one sentence if a tensor of `args` is on another device than `y` (0-dimensional CPU tensors mix freely in torch)."""
-    device = pytree.tree_leaves(y)[0].device
-    for leaf in pytree.tree_leaves(args):
-        if isinstance(leaf, Tensor) and leaf.device != device and leaf.dim() > 0:
-            raise ValueError(f"args must be on the device of {name} ({device}), got a tensor on {leaf.device}.")
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:

@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from torchdil.arguments import check_arguments, check_output
 from torchdil.batch import Layout
 from torchdil.linear.base import LinearSolver
+from torchdil.modes import eager
 from torchdil.problem import Call, Statement
 from torchdil.solution import FailurePolicy, Solution
-from torchdil.solve import check_arguments, check_output, eager, solve
+from torchdil.solve import solve
 from torchdil.solvers.base import Solver
 
 

@@ -6,9 +6,9 @@ At a solution F(y, θ) = 0. With v = ∂L/∂y the gradient is dL/dθ = -gᵀ �
 1. F is evaluated once, with grad, at a fresh leaf equal to y; the graph of F reaches whatever the function touched.
 2. `_Implicit` returns y with an edge to that F. Its backward solves Jᵀ g = v on the graph of F and sends -g into F: ordinary
    autograd does the rest, so closures, module parameters, hooks and DDP behave as for any layer.
-3. Under `create_graph=True` the result must itself depend on y(θ), which the leaf of step 1 does not. So F is evaluated again at
-   the attached output, g becomes an implicit solution of its own (Jᵀ g - v = 0, the same Function), and -g is pulled back to the
-   tensors that F depends on: they were found by walking the graph of F, and `_Implicit` has an edge to each. The next order
+3. Under `create_graph=True` the result must itself depend on y(θ), which the leaf of step 1 does not. So F is evaluated again
+   at the attached output, g becomes an implicit solution of its own (Jᵀ g - v = 0, the same Function), and -g is pulled back to
+   the tensors that F depends on: they were found by walking the graph of F, and `_Implicit` has an edge to each. The next order
    repeats this.
 4. Forward mode: the tangent of F arrives with F, and J ẏ = -Ḟ is one more solve.
 
@@ -17,20 +17,18 @@ Inside `torch.func` transforms there is no such graph to walk; `torchdil.transfo
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad as fwd
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from torchdil import batch
+from torchdil.graph import age, dependence
 from torchdil.linear.base import LinearSolver
+from torchdil.modes import full_precision, no_tangents, plain_saving, tangents_active
 from torchdil.operator import Operator
 from torchdil.solution import Report, Status, handle_failure, mask_failed
 
@@ -40,8 +38,6 @@ Residual = Callable[[Tensor], Tensor]
 _SLACK = 10.0
 # ... or lie this many roundings above zero, which no solver in that precision can improve upon.
 _ROUNDINGS = 100.0
-# A closure may reach large objects; the search for tensors in it ends after so many.
-_SEARCH_LIMIT = 20_000
 
 
 @dataclass
@@ -187,7 +183,7 @@ class _Implicit(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, v: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, v: Tensor | None) -> tuple[Any, ...]:
         link: _Link = ctx.link
         nothing = (None,) * len(link.boundary)
         if v is None:
@@ -198,7 +194,7 @@ class _Implicit(torch.autograd.Function):
         return None, None, *_pull_back(link, output, v)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, F_tangent: Tensor | None, *__: Tensor | None) -> Tensor | None:  # type: ignore[override]
+    def jvp(ctx: Any, _: None, F_tangent: Tensor | None, *__: Tensor | None) -> Tensor | None:
         link: _Link = ctx.link
         if F_tangent is None:  # something that F was made of has a tangent, F has none
             return torch.zeros_like(link.y)
@@ -230,8 +226,8 @@ def _pull_back(link: _Link, output: Tensor, v: Tensor) -> tuple[Tensor | None, .
 def _partial_derivatives(F: Tensor, g: Tensor, tensors: list[Tensor], output: Tensor) -> tuple[Tensor | None, ...]:
     """gᵀ ∂F/∂t for each t in `tensors`, the others and `output` held fixed.
 
-    `autograd.grad` alone would follow one tensor's history into another, and the output's own history into all of them. Hooks stop
-    the walk there, for the one walk that starts below. The user's own hooks are for the gradients that come of it later.
+    `autograd.grad` alone would follow one tensor's history into another, and the output's own history into all of them. Hooks
+    stop the walk there, for the one walk that starts below. The user's own hooks are for the gradients that come of it later.
     """
     walk: list[int] = []
 
@@ -279,83 +275,16 @@ def _attached_tangent(link: _Link) -> Tensor:
 
 
 def _evaluate(condition: Condition, y: Tensor) -> tuple[Tensor, Tensor, list[Tensor], bool]:
-    """F at a leaf equal to y: the leaf, F, the tensors from outside that F depends on, and whether some are hidden.
-
-    The graph of F is walked: nodes that are older than the evaluation are outside, AccumulateGrad nodes carry their leaf, and
-    other tensors are recognised by their edge.
-    """
+    """F at a leaf equal to y: the leaf, F, the tensors from outside that F depends on, and whether some are hidden."""
     leaf = y.detach().requires_grad_()
-    first = leaf.view_as(leaf).grad_fn._sequence_nr()  # type: ignore[union-attr]
+    first = age(leaf)
     F = condition.residual(leaf)
-    reached = False
     if not F.requires_grad and not condition.argument:
         F = F + 0 * leaf
-    known = {_edge(t): t for t in condition.tensors if t.requires_grad}
-    found: dict[int, Tensor] = {}
-    unknown = set()
-    seen = {F.grad_fn}
-    stack = [F.grad_fn] if F.requires_grad else []
-    while stack:
-        node = stack.pop()
-        for edge in node.next_functions:  # type: ignore[union-attr]
-            child = edge[0]
-            if child is None:
-                continue
-            tensor = known.get(edge)
-            if tensor is None:
-                tensor = getattr(child, "variable", None)
-            if tensor is leaf:
-                reached = True
-                continue
-            if tensor is not None:
-                found[id(tensor)] = tensor
-            elif child._sequence_nr() < first:
-                unknown.add(edge)
-            elif child not in seen:
-                seen.add(child)
-                stack.append(child)
-    if condition.argument and not reached:
+    on_leaf, tensors, hidden = dependence(F, leaf, first, condition.tensors, condition.function)
+    if condition.argument and not on_leaf:
         raise ValueError(f"{condition.argument} must depend on y, but its value does not change with y.")
-    if unknown:
-        for tensor in captured_tensors(condition.function):
-            if tensor.requires_grad and _edge(tensor) in unknown:
-                found[id(tensor)] = tensor
-                unknown.discard(_edge(tensor))
-    return leaf, F, list(found.values()), bool(unknown)
-
-
-def _edge(t: Tensor) -> tuple[Any, int]:
-    edge = get_gradient_edge(t)
-    return edge.node, edge.output_nr
-
-
-def captured_tensors(function: Any) -> list[Tensor]:
-    """The tensors that `function` closes over: cells, globals it names, defaults, attributes of objects; the nearest first."""
-    found: list[Tensor] = []
-    seen: set[int] = set()
-    stack = [function]
-    while stack and len(seen) < _SEARCH_LIMIT:
-        item = stack.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, types.FunctionType):
-            stack.extend(cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType())
-            stack.extend(item.__globals__[name] for name in item.__code__.co_names if name in item.__globals__)
-            stack.extend((*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()))
-        elif isinstance(item, types.MethodType):
-            stack.extend((item.__self__, item.__func__))
-        elif isinstance(item, partial):
-            stack.extend((item.func, *item.args, *item.keywords.values()))
-        elif isinstance(item, (tuple, list)):
-            stack.extend(item)
-        elif isinstance(item, dict):
-            stack.extend(item.values())
-        elif not isinstance(item, (type, types.ModuleType)):
-            stack.extend(getattr(item, "__dict__", {}).values())
-    return found
+    return leaf, F, tensors, hidden
 
 
 def _check_same(link: _Link, F: Tensor) -> None:
@@ -372,29 +301,3 @@ def _check_same(link: _Link, F: Tensor) -> None:
                 "The function of this implicit layer gave another value when evaluated again for a derivative of higher order: "
                 "it must be deterministic (no dropout), and its parameters must not change between forward and backward."
             )
-
-
-def plain_saving() -> Any:
-    """Save tensors as they are: hooks of checkpointing or offloading would run again for every product with J."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return nullcontext() if hooks is None else saved_tensors_hooks(_keep, _keep)
-
-
-def _keep(t: Tensor) -> Tensor:
-    return t
-
-
-def tangents_active() -> bool:
-    """Whether `torch.autograd.forward_ad` is at work."""
-    return fwd._current_level >= 0
-
-
-def full_precision(y: Tensor) -> Any:
-    """A context in which autocast is off: half-precision products inside a solve leave no digits for the gradient."""
-    kind = y.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
-def no_tangents() -> Any:
-    """A context in which forward mode is off: solver loops must not carry tangents along."""
-    return fwd._set_fwd_grad_enabled(False)

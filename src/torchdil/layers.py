@@ -14,11 +14,10 @@ from torchdil.argmin import argmin
 from torchdil.batch import map_tensors
 from torchdil.fixed_point import fixed_point
 from torchdil.linear.base import LinearSolver
+from torchdil.modes import eager, transforms_active
 from torchdil.root import root
 from torchdil.solution import FailurePolicy, Report, Solution, Status, check_policy
-from torchdil.solve import eager
 from torchdil.solvers.base import Solver
-from torchdil.transform import transforms_active
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,8 @@ class LastSolution:
 class _Layer(nn.Module):
     """What the three layers share.
 
-    `layer(x, y0=None)` calls the function as fn(y, x), or as fn(y) where x is None, and returns y. The start is `y0` if given, else
-    what `init` says:
+    `layer(x, y0=None)` calls the function as fn(y, x), or as fn(y) where x is None, and returns y. The start is `y0` if
+    given, else what `init` says:
 
     - a shape, e.g. `(10,)`, or a nested tuple/dict of shapes: zeros of that shape for each sample, the samples being the first
       axis of x;
@@ -109,7 +108,9 @@ class ArgminLayer(_Layer):
 
     Args:
         score: f(y, x) -> (B,) for B independent problems, or () for one; an `nn.Module` or any callable.
-        solver, linear_solver, on_failure: as in `argmin`.
+        solver: finds y, as in `argmin`.
+        linear_solver: for the backward pass, as in `argmin`.
+        on_failure: what to do when a solve fails, as in `argmin`.
         init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`.
 
     Example:
@@ -129,9 +130,7 @@ class ArgminLayer(_Layer):
         super().__init__(score, solver, linear_solver, init, on_failure)
 
     def _solve(self, y0: Any, args: tuple[Any, ...]) -> Solution:
-        return argmin(
-            self.function, y0, args, solver=self.solver, linear_solver=self.linear_solver, on_failure=self.on_failure
-        )
+        return argmin(self.function, y0, args, solver=self.solver, linear_solver=self.linear_solver, on_failure=self.on_failure)
 
 
 class RootLayer(_Layer):
@@ -139,7 +138,9 @@ class RootLayer(_Layer):
 
     Args:
         residual: F(y, x), of the shapes of y; an `nn.Module` or any callable.
-        solver, linear_solver, on_failure: as in `root`.
+        solver: finds y, as in `root`.
+        linear_solver: for the backward pass, as in `root`.
+        on_failure: what to do when a solve fails, as in `root`.
         init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`.
         batch_dims: how many first axes of y number independent problems. 1 as in every layer of torch; 0 where `residual` mixes
             samples.
@@ -178,9 +179,12 @@ class FixedPointLayer(_Layer):
 
     Args:
         g: the map, of the shapes of y; an `nn.Module` or any callable.
-        solver, linear_solver, on_failure: as in `fixed_point`.
+        solver: finds y, as in `fixed_point`.
+        linear_solver: for the backward pass, as in `fixed_point`.
+        on_failure: what to do when a solve fails, as in `fixed_point`.
         init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`.
-        batch_dims: how many first axes of y number independent problems. 1 as in every layer of torch; 0 where `g` mixes samples.
+        batch_dims: how many first axes of y number independent problems. 1 as in every layer of torch; 0 where `g` mixes
+            samples.
 
     Example:
         >>> layer = dil.FixedPointLayer(lambda y, x: torch.tanh(0.5 * y + x), init=(3,))

@@ -1,4 +1,4 @@
-"""A problem as solvers see it: F(y) = 0 for a batch of unknowns y (B, n), and for an argmin the objective that F is the gradient of."""
+"""A problem as solvers see it: F(y) = 0 for a batch of unknowns y (B, n), F being the gradient of an objective or not."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.batch import Layout
+from torchdil.modes import transforms_active
 from torchdil.operator import Operator
-from torchdil.transform import transforms_active
 
 Call = Callable[..., Any]
 

@@ -56,11 +56,11 @@ class Progress:
         if self._taken % _REVIEW_EVERY == 0:
             self._review(residual)
 
-    def stop(self, mask: Tensor, status: Status) -> None:
-        """End the running samples in `mask` with `status`."""
+    def stop(self, mask: Tensor, status: Status | Tensor) -> None:
+        """End the running samples in `mask` with `status`, one for all or one each."""
         mask = mask & self.running
-        self._status = torch.where(mask, int(status), self._status)
-        self.running = self.running & ~mask
+        self._status = torch.where(mask, status, self._status)
+        self.running = self.running ^ mask
 
     def correct(self, residual: Tensor) -> Tensor:
         """Replace the last residual, a recurrence's estimate, by the true one; who claimed to converge and had not runs again.

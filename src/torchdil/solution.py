@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -48,7 +48,7 @@ _MESSAGES = {
     Status.max_steps: ("max_steps was reached before the tolerance", "raise max_steps or loosen rtol"),
     Status.stagnated: (
         "the residual stopped falling above the tolerance",
-        "loosen rtol, use float64 or add damping; a function that mixes samples of the batch (batch normalisation) does this too",
+        "loosen rtol, use float64 or add damping; a function that mixes samples (batch normalisation) does this too",
     ),
     Status.negative_curvature: (
         "negative curvature was met, so the point is no minimum",
@@ -145,9 +145,8 @@ class Report:
         shape = self._batch_shape
         if shape is None or status.numel() != shape.numel():
             return Outcome(status, stats)
-        numbers = {f.name: getattr(stats, f.name) for f in fields(stats)}
-        shaped = {name: value.reshape(shape) if isinstance(value, Tensor) else value for name, value in numbers.items()}
-        return Outcome(status.reshape(shape), Stats(**shaped))
+        shaped = {f.name: getattr(stats, f.name) for f in fields(stats) if isinstance(getattr(stats, f.name), Tensor)}
+        return Outcome(status.reshape(shape), replace(stats, **{name: t.reshape(shape) for name, t in shaped.items()}))
 
     @property
     def ritz(self) -> tuple[Tensor, Tensor] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,33 +17,19 @@ from torch.utils import _pytree as pytree
 
 from torchdil import batch
 from torchdil.batch import Layout, map_tensors
-from torchdil.implicit import Condition, Point, full_precision, no_tangents, plain_saving
+from torchdil.implicit import Condition, Point
 from torchdil.linear import Auto, LinearSolver
+from torchdil.modes import full_precision, no_tangents, plain_saving, transforms_active
 from torchdil.operator import Operator
 from torchdil.problem import Call, Problem, Statement
-from torchdil.solution import Report, Result, Solution, Stats, Status, check_policy, handle_failure
+from torchdil.solution import Report, Result, Solution, Stats, Status, handle_failure
 from torchdil.solvers.base import Solver
 from torchdil.solvers.newton import Newton
 from torchdil.solvers.picard import Picard
-from torchdil.transform import Implicit, check_captures, transforms_active
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from torchdil.transform import Implicit, check_captures
 
 # A solve that met its tolerance, taken relative to where it started, goes on if that was not enough where it ended.
 _ROUNDS = 3
-
-
-def eager(function: Callable[P, R]) -> Callable[P, R]:
-    """Run `function` outside a compiled graph: `torch.compile` breaks the graph here and goes on behind it."""
-
-    @functools.wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return wrapper
 
 
 def solve(
@@ -60,7 +46,7 @@ def solve(
     if isinstance(solver, type) or not (isinstance(solver, Solver) or callable(solver)):
         raise TypeError(f"solver must be a torchdil solver such as Newton() or a callable (fn, y0) -> y, got {solver!r}.")
     report = Report(statement.layout.batch_shape)
-    setting = _Setting(statement, _uncompiled(function), solver, _checked(linear_solver), on_failure, report)
+    setting = _Setting(statement, _uncompiled(function), solver, _linear_solver(linear_solver), on_failure, report)
     y = setting.attached(y0, args)
     assert setting.report.forward is not None
     status, stats = setting.report.forward
@@ -78,7 +64,7 @@ def attach_solution(
 ) -> Any:
     """Attach a solution that was found elsewhere."""
     report = Report(statement.layout.batch_shape)
-    setting = _Setting(statement, _uncompiled(function), None, _checked(linear_solver), on_failure, report, symmetric)
+    setting = _Setting(statement, _uncompiled(function), None, _linear_solver(linear_solver), on_failure, report, symmetric)
     return statement.layout.unravel(setting.attached(y, args))
 
 
@@ -183,7 +169,7 @@ class _Setting:
 
     def problem(self, residual: Callable[[Tensor], Tensor], objective: Callable[[Tensor], Tensor]) -> Problem:
         keep = getattr(self.linear_solver.preconditioner, "history", 0)
-        key = getattr(self.function, "__code__", type(self.function))
+        key: Any = getattr(self.function, "__code__", type(self.function))
         return Problem(
             self.statement.name, self.is_symmetric, residual, objective if self.statement.has_objective else None, key, keep
         )
@@ -210,7 +196,9 @@ class _Setting:
             name = "given" if solver is None else getattr(solver, "__name__", type(solver).__name__)
             result = Result(y, torch.zeros_like(zeros, dtype=torch.long), Stats(name, zeros.long(), zeros, zeros))
             # Foreign solvers stop at tolerances of their own: ask for half the digits.
-            return self.judge(result, point, start if solver is not None else None, batch.default_rtol(y.dtype) ** 0.5, 0.0), point
+            return self.judge(
+                result, point, start if solver is not None else None, batch.default_rtol(y.dtype) ** 0.5, 0.0
+            ), point
         rtol = solver.accuracy(start.dtype)
         with no_tangents():
             size = torch.maximum(batch.norm(problem.evaluate(start)), _size(problem.operator(start), start, None))
@@ -250,8 +238,12 @@ class _Setting:
     def black_box(self, condition: Condition, solver: Callable[..., Any], start: Tensor, user_call: Call | None) -> Tensor:
         """Run the user's own solver on the user's own function and check what comes back."""
         if user_call is None:
-            raise RuntimeError("solver is a callable, which torch.vmap cannot batch: use a torchdil solver or loop over the batch.")
-        grads = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad._version) for leaf in Point(condition, start).leaves]
+            raise RuntimeError(
+                "solver is a callable, which torch.vmap cannot batch: use a torchdil solver or loop over the batch."
+            )
+        grads = [
+            (leaf, leaf.grad, None if leaf.grad is None else leaf.grad._version) for leaf in Point(condition, start).leaves
+        ]
         with torch.enable_grad(), no_tangents():
             y = solver(user_call, self.layout.unravel(start.clone()))
         for leaf, grad, version in grads:
@@ -278,7 +270,7 @@ class _Setting:
 
 
 def _size(operator: Operator, y: Tensor, start: Tensor | None) -> Tensor:
-    """How much F changes when y changes by its own size or by its way from the start, whichever is longer; by 1 if both are 0."""
+    """How much F changes when y changes by its own size or by its way from the start, if longer; by 1 if both are 0."""
     change = y if start is None else batch.select(batch.norm(y - start) > batch.norm(y), y - start, y)
     change = batch.select(batch.norm(change) > 0, change, torch.ones_like(change))
     with torch.no_grad():
@@ -294,41 +286,10 @@ def _bind(call: Call, args: tuple[Any, ...], y: Any) -> Any:
     return call(y, *args)
 
 
-def _checked(linear_solver: LinearSolver | None) -> LinearSolver:
-    linear_solver = Auto() if linear_solver is None else linear_solver
-    if not isinstance(linear_solver, LinearSolver):
-        raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {linear_solver!r}.")
-    return linear_solver
-
-
-def check_arguments(function: Any, name: str, y0: Any, y_name: str, args: Any, on_failure: str) -> tuple[Any, ...]:
-    """Raise one sentence for what cannot work; returns `args` as a tuple."""
-    if not callable(function):
-        raise TypeError(f"{name} must be callable as {name}(y, *args), got {type(function).__name__}.")
-    if not isinstance(args, (tuple, list)):
-        raise TypeError(f"args must be a tuple, got {type(args).__name__}: write args=(x,).")
-    batch.check_unknown(y0, y_name)
-    batch.check_devices(y0, args, y_name)
-    check_policy(on_failure)
-    return tuple(args)
-
-
-def check_output(function: Callable[..., Any], name: str, y0: Any, args: tuple[Any, ...]) -> None:
-    """Raise one sentence if the function's result is not like y."""
-    with torch.no_grad():
-        value = function(map_tensors(Tensor.detach, y0), *args)
-    expected, spec = pytree.tree_flatten(y0)
-    got, got_spec = pytree.tree_flatten(value)
-    if spec != got_spec or not all(isinstance(leaf, Tensor) for leaf in got):
-        raise TypeError(f"{name} must return tensors in the structure of y, got {type(value).__name__}.")
-    for leaf, like in zip(got, expected, strict=True):
-        if leaf.shape != like.shape:
-            raise ValueError(f"{name} must return the shape of y, {tuple(like.shape)}, got {tuple(leaf.shape)}.")
-        if leaf.device != like.device:
-            raise ValueError(f"{name} must return tensors on the device of y, {like.device}, got {leaf.device}.")
-        # Under autocast the check may see half precision; the solve does not.
-        if leaf.dtype != like.dtype and not torch.is_autocast_enabled(like.device.type):
-            raise TypeError(f"{name} must return the dtype of y, {like.dtype}, got {leaf.dtype}.")
+def _linear_solver(given: LinearSolver | None) -> LinearSolver:
+    if given is not None and not isinstance(given, LinearSolver):
+        raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {given!r}.")
+    return Auto() if given is None else given
 
 
 def _cast_up(args: tuple[Any, ...], start: Tensor) -> tuple[Any, ...]:

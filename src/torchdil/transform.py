@@ -1,9 +1,9 @@
 """The theorem under `torch.func`: explicit operands instead of a graph to walk.
 
-Inside `torch.func.grad`, `vjp`, `jvp` and `vmap` tensors are wrapped level by level, so derivatives must be written as functions of
-operands: y = solve(*operands) with F(y, *operands) = 0. `_Transformed` lets the solve itself run at the bottom, on plain
-tensors; its derivatives are solves of linear equations in J, which are again `_Transformed` (`_Linear`), so every order and every
-mixture of transforms is exact. Under `vmap` the K copies of B problems become one batch of K·B.
+Inside `torch.func.grad`, `vjp`, `jvp` and `vmap` tensors are wrapped level by level, so derivatives must be written as
+functions of operands: y = solve(*operands) with F(y, *operands) = 0. `_Transformed` lets the solve itself run at the bottom,
+on plain tensors; its derivatives are solves of linear equations in J, which are again `_Transformed` (`_Linear`), so every
+order and every mixture of transforms is exact. Under `vmap` the K copies of B problems become one batch of K·B.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.autograd import forward_ad as fwd
 
 from torchdil.implicit import Condition
 from torchdil.linear.base import LinearSolver
+from torchdil.modes import tangents_active
 from torchdil.operator import Operator
 from torchdil.solution import Report
 
@@ -117,7 +118,7 @@ class _Transformed(torch.autograd.Function):
     """`apply(spec, *operands) -> (y, failed)`."""
 
     @staticmethod
-    def forward(spec: Any, *operands: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(spec: Any, *operands: Tensor) -> tuple[Tensor, Tensor]:
         return spec.solve(*operands)
 
     @staticmethod
@@ -128,7 +129,7 @@ class _Transformed(torch.autograd.Function):
         ctx.save_for_forward(*output, *inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, v: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, v: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         y, failed, *operands = ctx.saved_tensors
         g, _ = _Transformed.apply(ctx.spec.linear(True), v, y, failed, *operands)
         chosen, F = _in_floating(ctx.spec, y, operands)
@@ -136,7 +137,7 @@ class _Transformed(torch.autograd.Function):
         return None, *(next(grads) if i in chosen else None for i in range(len(operands)))
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, None]:  # type: ignore[override]
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, None]:
         # torch turns forward mode off in here, for its own level; that would lose the tangents of an outer one.
         with fwd._set_fwd_grad_enabled(True):
             y, failed, *operands = (fwd.unpack_dual(t).primal for t in ctx.saved_tensors)
@@ -147,7 +148,7 @@ class _Transformed(torch.autograd.Function):
         return t, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], spec: Any, *operands: Tensor) -> Any:  # type: ignore[override]
+    def vmap(info: Any, in_dims: tuple[int | None, ...], spec: Any, *operands: Tensor) -> Any:
         size, moved, dims = info.batch_size, [], []
         for i, (t, dim) in enumerate(zip(operands, in_dims[1:], strict=True)):
             if dim is not None:
@@ -176,13 +177,8 @@ def _in_floating(spec: Any, y: Tensor, operands: list[Tensor]) -> tuple[list[int
     return chosen, F
 
 
-def transforms_active() -> bool:
-    """Whether this code runs inside `torch.func.grad`, `jvp`, `vmap` or the like."""
-    return functorch.peek_interpreter_stack() is not None
-
-
 def check_captures(residual: RowFunction, y: Tensor, operands: Sequence[Tensor], name: str) -> None:
-    """Raise one sentence if `residual` depends on a tracked tensor that is not among its operands: a transform would lose it."""
+    """Raise one sentence if `residual` depends on a tracked tensor that is not an operand: a transform would lose it."""
     blank = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (y, *operands)]
     value = residual(*blank)
     tracked = _is_tracked(value)
@@ -191,11 +187,11 @@ def check_captures(residual: RowFunction, y: Tensor, operands: Sequence[Tensor],
         tracked = _is_tracked(value)
     if tracked:
         raise RuntimeError(
-            f"{name} uses a tensor that requires grad or is being transformed without taking it as an argument: under torch.func "
-            "pass every such tensor in args (or in x), make the function an nn.Module, or detach the tensor."
+            f"{name} uses a tensor that requires grad or is being transformed without taking it as an argument: under "
+            "torch.func pass every such tensor in args (or in x), make the function an nn.Module, or detach the tensor."
         )
 
 
 def _is_tracked(t: Tensor) -> bool:
-    tangent = fwd.unpack_dual(t).tangent if fwd._current_level >= 0 else None
+    tangent = fwd.unpack_dual(t).tangent if tangents_active() else None
     return t.requires_grad or functorch.is_batchedtensor(t) or tangent is not None

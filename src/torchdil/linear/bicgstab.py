@@ -1,7 +1,8 @@
 """BiCGStab (van der Vorst 1992), per sample, right-preconditioned: A x = rhs for any square A.
 
 Short recurrences, two products a step, no basis to keep: where GMRES would need more memory than there is. The price is an
-irregular residual and breakdowns: ρ = r̂ᵀr or ω of zero. A sample that breaks down starts anew from its residual, twice.
+irregular residual and breakdowns: ρ = r̂ᵀr or ω of zero. A sample that breaks down starts anew from its residual, twice, with
+another shadow r̂, since the old one may be what is orthogonal to all that follows.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class BiCGStab(LinearSolver):
         progress = self.progress(batch.norm(r), rhs)
         restarts = torch.zeros_like(progress.steps)
         size = torch.zeros_like(progress.tolerance)  # ‖A‖ as far as it is known
+        generator = torch.Generator(rhs.device).manual_seed(0)
+        noise = torch.randn(rhs.shape, generator=generator, dtype=rhs.dtype, device=rhs.device) / rhs.shape[1] ** 0.5
         while not progress.finished():
             origin, r_origin = x, r
             best, best_expected = x, batch.norm(r)
@@ -48,8 +51,8 @@ class BiCGStab(LinearSolver):
                 restarts = restarts + (broken & progress.running)
                 progress.stop(restarts > _RESTARTS, Status.breakdown)
                 active = progress.running
-                shadow = batch.select(broken, r, shadow)
-                rho = torch.where(broken, batch.dot(r, r), rho)
+                shadow = batch.select(broken, r + batch.scale(batch.norm(r), noise), shadow)
+                rho = batch.dot(shadow, r)
                 beta = torch.where(broken, 0.0, batch.divide(rho, rho_old) * batch.divide(alpha, omega))
                 p = batch.select(active & ~broken, r + batch.scale(beta, p - batch.scale(omega, v)), r)
                 p_hat = precondition(p)

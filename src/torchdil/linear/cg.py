@@ -22,6 +22,8 @@ from torchdil.linear.spectrum import Ritz
 from torchdil.operator import Operator
 from torchdil.solution import Result, Status
 
+_ENDS = int(Status.negative_curvature), int(Status.breakdown)
+
 
 @dataclass(frozen=True)
 class CG(LinearSolver):
@@ -58,24 +60,25 @@ class CG(LinearSolver):
         alphas: list[Tensor] = []
         betas: list[Tensor] = []
         progress = self.progress(initial, rhs)
+        # Few operations on (B,) vectors: on an accelerator each is a launch. Done samples may divide by zero, and are masked.
         while not progress.finished():
             q = system(p)
             pq = batch.dot(p, q)
-            curvature = batch.divide(pq, p_norm2)
+            curvature = pq / p_norm2
             largest = torch.maximum(largest, curvature.abs())
             floor = 10 * eps * largest
-            progress.stop(curvature < -floor, Status.negative_curvature)
             lower = torch.minimum(least, curvature)
-            progress.stop((lower <= floor) & (floor < torch.inf), Status.breakdown)
-            least = torch.where(progress.running, lower, least)
-            alpha = torch.where(progress.running, batch.divide(rz, pq), 0.0)
+            progress.stop((lower <= floor) & (floor < torch.inf), torch.where(curvature < -floor, *_ENDS))
+            running = progress.running
+            least = torch.where(running, lower, least)
+            alpha = torch.where(running, rz / pq, 0.0)
             x.addcmul_(alpha.unsqueeze(1), p)
             r_old = r.clone() if self.flexible else None
             r.addcmul_(alpha.unsqueeze(1), q, value=-1)
             del q
             z = precondition(r)
             rz_old, rz = rz, batch.dot(r, z)
-            beta = batch.divide(rz if r_old is None else rz - batch.dot(z, r_old), rz_old)
+            beta = torch.where(running, (rz if r_old is None else rz - batch.dot(z, r_old)) / rz_old, 0.0)
             torch.addcmul(z, beta.unsqueeze(1), p, out=p)
             p_norm2 = rz + beta.square() * p_norm2
             alphas.append(alpha)

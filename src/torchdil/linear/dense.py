@@ -46,7 +46,7 @@ class Dense(LinearSolver):
         A = torch.where(whole[:, None, None], A, eye)
         b = torch.where(whole.unsqueeze(1), rhs.to(dtype), 0.0)
         tolerance = self.tolerance(b)
-        x, singular = self._factor_and_solve(A, b, tolerance, operator.symmetric)
+        x, singular, indefinite = self._factor_and_solve(A, b, tolerance, operator.symmetric)
         if bool(singular.any()):
             least = _minimum_norm(A[singular], b[singular], operator.symmetric)
             first, second = (batch.norm(_residual(A[singular], b[singular], u)) for u in (x[singular], least))
@@ -57,7 +57,7 @@ class Dense(LinearSolver):
         tolerance = tolerance + _rounding(A, b, x)
         status = torch.where(residual <= tolerance, int(Status.converged), int(Status.breakdown))
         stats = Stats(
-            method="Dense",
+            method="Dense, not positive definite" if indefinite else "Dense",
             steps=(batch.norm(rhs) > 0).long(),
             residual=torch.where(whole, residual, torch.nan).to(rhs.dtype),
             tolerance=tolerance.to(rhs.dtype),
@@ -68,9 +68,9 @@ class Dense(LinearSolver):
         return Result(value, torch.where(whole, status, int(Status.non_finite)), stats)
 
     @staticmethod
-    def _factor_and_solve(A: Tensor, b: Tensor, tolerance: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
-        """x, and which samples are singular to rounding."""
-        solve, pivots = _factorise(A, symmetric)
+    def _factor_and_solve(A: Tensor, b: Tensor, tolerance: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, bool]:
+        """x, which samples are singular to rounding, and whether a symmetric one is not positive definite."""
+        solve, pivots, indefinite = _factorise(A, symmetric)
         x = solve(b)
         r = _residual(A, b, x)
         if not bool((batch.norm(r) <= tolerance).all()):  # one step of iterative refinement
@@ -79,28 +79,28 @@ class Dense(LinearSolver):
             better = batch.norm(r_refined) < batch.norm(r)
             x, r = batch.select(better, refined, x), batch.select(better, r_refined, r)
         solved = (batch.norm(r) <= tolerance + _rounding(A, b, x)) & batch.finite(x)
-        return x, ~solved | (pivots.amin(dim=1) <= _rank_floor(A) * pivots.amax(dim=1))
+        return x, ~solved | (pivots.amin(dim=1) <= _rank_floor(A) * pivots.amax(dim=1)), indefinite
 
 
-def _factorise(A: Tensor, symmetric: bool) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """The function b -> A⁻¹ b on (B, n), and the sizes of the pivots, (B, n)."""
+def _factorise(A: Tensor, symmetric: bool) -> tuple[Callable[[Tensor], Tensor], Tensor, bool]:
+    """The function b -> A⁻¹ b on (B, n), the sizes of the pivots, (B, n), and whether Cholesky failed for a sample."""
     if not symmetric:
         LU, order, _ = torch.linalg.lu_factor_ex(A)
         backward = partial(torch.linalg.lu_solve, LU, order)
-        return lambda b: backward(b.unsqueeze(2)).squeeze(2), torch.diagonal(LU, dim1=1, dim2=2).abs()
+        return lambda b: backward(b.unsqueeze(2)).squeeze(2), torch.diagonal(LU, dim1=1, dim2=2).abs(), False
     L, info = torch.linalg.cholesky_ex(A)
     pivots = torch.diagonal(L, dim1=1, dim2=2).square()
     indefinite = info != 0
     if not bool(indefinite.any()):
-        return lambda b: torch.cholesky_solve(b.unsqueeze(2), L).squeeze(2), pivots
-    solve_rest, rest_pivots = _factorise(A[indefinite], symmetric=False)
+        return lambda b: torch.cholesky_solve(b.unsqueeze(2), L).squeeze(2), pivots, False
+    solve_rest, rest_pivots, _ = _factorise(A[indefinite], symmetric=False)
 
     def solve(b: Tensor) -> Tensor:
         x = torch.cholesky_solve(b.unsqueeze(2), L).squeeze(2)
         x[indefinite] = solve_rest(b[indefinite])
         return x
 
-    return solve, pivots.index_put((indefinite,), rest_pivots)
+    return solve, pivots.index_put((indefinite,), rest_pivots), True
 
 
 def _minimum_norm(A: Tensor, b: Tensor, symmetric: bool) -> Tensor:

@@ -1,8 +1,8 @@
 """Newton's method J d = -F, y ← y + t d, with t per sample by backtracking.
 
 For an argmin J is the Hessian, and a direction must go downhill: a small Hessian that is not positive definite is made so by
-taking its eigenvalues' absolute values, a large one is met by CG, which stops at negative curvature with what it has. A solution
-whose Hessian has a negative eigenvalue, a saddle or a maximum, is reported as `negative_curvature`.
+taking its eigenvalues' absolute values, a large one is met by CG, which stops at negative curvature with what it has. A
+solution whose Hessian has a negative eigenvalue, a saddle or a maximum, is reported as `negative_curvature`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Newton(Solver):
     """Damped Newton, dense for small unknowns, else matrix-free.
 
     Attributes:
-        linear_solver: solves J d = -F: `NormalCG()` is the paper's choice. None: batched dense factorisations for small unknowns,
+        linear_solver: solves J d = -F: `NormalCG()` is the paper's choice. None: batched dense factorisations for small
+            unknowns,
             else CG (argmin) or GMRES (root).
 
     Example:
@@ -64,7 +65,7 @@ class Newton(Solver):
         result = self.result(now.y, progress, problem)
         if not problem.symmetric:
             return result
-        # A factorisation shows the curvature in every direction, a Krylov solve along its own only: look where it is not certain.
+        # A factorisation shows the curvature in every direction, a Krylov solve along its own only: where unsure, look.
         certain = (progress.steps > 0) & ~indefinite if self._factorises(now.y) else torch.zeros_like(indefinite)
         suspect = (result.status == Status.converged) & ~certain
         if not bool(suspect.any()):

@@ -1,0 +1,60 @@
+"""The modes of torch that a solve must know of, or must not be in."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+from torch.autograd import forward_ad as fwd
+from torch.autograd.graph import saved_tensors_hooks
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def tangents_active() -> bool:
+    """Whether `torch.autograd.forward_ad` is at work."""
+    return fwd._current_level >= 0
+
+
+def transforms_active() -> bool:
+    """Whether this code runs inside `torch.func.grad`, `jvp`, `vmap` or the like."""
+    return functorch.peek_interpreter_stack() is not None
+
+
+def no_tangents() -> Any:
+    """A context in which forward mode is off: solver loops must not carry tangents along."""
+    return fwd._set_fwd_grad_enabled(False)
+
+
+def full_precision(y: Tensor) -> Any:
+    """A context in which autocast is off: half-precision products inside a solve leave no digits for the gradient."""
+    kind = y.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def plain_saving() -> Any:
+    """A context in which tensors are saved as they are: hooks of checkpointing would run for every product with J."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return nullcontext() if hooks is None else saved_tensors_hooks(_keep, _keep)
+
+
+def _keep(t: Tensor) -> Tensor:
+    return t
+
+
+def eager(function: Callable[P, R]) -> Callable[P, R]:
+    """Run `function` outside a compiled graph: `torch.compile` breaks the graph here and goes on behind it."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return wrapper
