@@ -69,7 +69,7 @@ def preconditioners(samples: int = 16, unknowns: int = 200) -> list[dict[str, ob
     """Products of the backward's CG, those that make the preconditioner included, on two ill-conditioned batches."""
     generator = torch.Generator().manual_seed(0)
     x, coupling = _random(generator, samples, unknowns), _random(generator, unknowns, unknowns) / unknowns**0.5
-    strong = 10 * _random(generator, samples, unknowns, 40) / torch.arange(1, 41)
+    strong = 5 * _random(generator, samples, unknowns, 40) / torch.arange(1, 41)
 
     def diagonal(y: Tensor) -> Tensor:
         curvature = torch.logspace(0, 3, unknowns, dtype=torch.float64)
@@ -88,7 +88,7 @@ def preconditioners(samples: int = 16, unknowns: int = 200) -> list[dict[str, ob
             solution = dil.argmin(
                 lambda y, parameter=parameter, problem=problem: problem(y) + (parameter * y).sum(1),
                 torch.zeros_like(x),
-                solver=dil.GradientDescent(rtol=1e-6),
+                solver=dil.GradientDescent(rtol=1e-3),
                 linear_solver=dil.CG(rtol=1e-6, preconditioner=preconditioner),
             )
             solution.value.sum().backward()

@@ -9,6 +9,7 @@ of one product. Time is a whole CG solve over as many products made alone, inter
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 import torchdil as dil
 from torchdil.operator import Operator
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler tells of every start and stop otherwise
 HIDDEN = 30
 FILTERS = 4
 

@@ -41,7 +41,7 @@ unknown, and its time over that of its Hessian-vector products alone.
 {scale(results)}
 
 In a batch of {isolation["samples"]}, one sample made ill-conditioned (10¹⁰) {change(isolation)}.
-Starting each backward solve of {warm["training_steps"]} training steps from the last one saved {warm["saved"]:.0%} of its products.
+Starting the backward solves of {warm["training_steps"]} training steps from the last one saved {warm["saved"]:.0%} of products.
 Measured by `make bench` ({machine(results)}); all of it in [docs/numbers.md](docs/numbers.md).
 {END}"""
 
