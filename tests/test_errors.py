@@ -201,6 +201,12 @@ def test_errors_of_the_users_function_pass_through():
         dil.argmin(score, Y, solver=broken_solver)
 
 
+def test_no_unknown_is_refused_and_no_problem_is_not():
+    with pytest.raises(ValueError, match="y0 must hold at least one number per problem"):
+        dil.argmin(lambda y: (y**2).sum(), torch.zeros(0))
+    assert dil.argmin(lambda y: (y**2).sum(-1), torch.zeros(0, 3)).value.shape == (0, 3)
+
+
 def test_good_input_is_not_refused():
     """What the checks above must let through."""
     scalar = torch.tensor(2.0, dtype=torch.float64)

@@ -369,3 +369,18 @@ def test_max_steps(kind):
             solution = problem.solve(problem.params, solver=short, on_failure="ignore")
             assert bool((solution.status == Status.max_steps).all())
             assert int(solution.stats.steps.max()) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "linear_solver", [dil.Auto(), dil.CG(), dil.NormalCG(), dil.MINRES(), dil.GMRES(), dil.BiCGStab()], ids=repr
+)
+def test_half_precision(dtype, linear_solver):
+    """Two digits, but no crash and no warning."""
+    theta = torch.tensor([1.0, 2.0, -1.0], dtype=dtype, requires_grad=True)
+    score = lambda y: ((y - theta) ** 2 + y**4).sum()  # noqa: E731
+    solution = dil.argmin(score, torch.zeros(3, dtype=dtype), linear_solver=linear_solver)
+    solution.value.sum().backward()
+    assert solution.value.dtype == theta.grad.dtype == dtype
+    expected = 2 / (2 + 12 * solution.value.detach().double() ** 2)
+    torch.testing.assert_close(theta.grad.double(), expected, rtol=3e-2, atol=0)

@@ -84,7 +84,10 @@ class Layout:
         if any(leaf.shape[:batch_dims] != batch_shape for leaf in leaves):
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
             raise ValueError(f"{name} must have the same first {batch_dims} axes (the batch) in every tensor, got {shapes}.")
-        return Layout(spec, tuple(leaf.shape[batch_dims:] for leaf in leaves), batch_shape)
+        layout = Layout(spec, tuple(leaf.shape[batch_dims:] for leaf in leaves), batch_shape)
+        if layout.size == 0:
+            raise ValueError(f"{name} must hold at least one number per problem, got none.")
+        return layout
 
     @property
     def samples(self) -> int:

@@ -48,7 +48,8 @@ _MESSAGES = {
     Status.max_steps: ("max_steps was reached before the tolerance", "raise max_steps or loosen rtol"),
     Status.stagnated: (
         "the residual stopped falling above the tolerance",
-        "loosen rtol, use float64 or add damping; a function that mixes samples (batch normalisation) does this too",
+        "loosen rtol, use float64 or add damping; a function that is not smooth, has no solution or mixes samples "
+        "(batch normalisation) does this too",
     ),
     Status.negative_curvature: (
         "negative curvature was met, so the point is no minimum",

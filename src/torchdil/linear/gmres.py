@@ -119,11 +119,12 @@ def _trusted(R: Tensor, g: Tensor, estimates: Tensor, rounding: Tensor) -> Tenso
     singular the last columns lower the former and blow up the latter; the first j that is as good as any is taken.
     """
     eps = torch.finfo(g.dtype).eps
-    eye = torch.eye(g.shape[1], dtype=g.dtype, device=g.device)
-    inverse = torch.linalg.solve_triangular(R, eye, upper=True)
+    R = R if R.dtype in (torch.float32, torch.float64) else R.float()  # LAPACK knows no half precision
+    eye = torch.eye(g.shape[1], dtype=R.dtype, device=g.device)
+    inverse = torch.linalg.solve_triangular(R, eye, upper=True).to(g.dtype)
     solutions = torch.nn.functional.pad((inverse * g.unsqueeze(1)).cumsum(dim=2), (1, 0))  # column j: by j columns
     expected = estimates + 20 * rounding.unsqueeze(1) * torch.linalg.vector_norm(solutions, dim=1)
-    good = expected <= (1 + 1e4 * eps) * expected.amin(dim=1, keepdim=True)
+    good = expected <= (1 + min(1e4 * eps, 0.1)) * expected.amin(dim=1, keepdim=True)
     chosen = good.long().argmax(dim=1)  # the first True
     return solutions.gather(2, chosen[:, None, None].expand(-1, g.shape[1], 1)).squeeze(2)
 

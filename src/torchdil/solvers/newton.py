@@ -34,8 +34,7 @@ class Newton(Solver):
 
     Attributes:
         linear_solver: solves J d = -F: `NormalCG()` is the paper's choice. None: batched dense factorisations for small
-            unknowns,
-            else CG (argmin) or GMRES (root).
+            unknowns, else CG (argmin) or GMRES (root).
 
     Example:
         >>> dil.root(residual, y0, solver=dil.Newton(linear_solver=dil.NormalCG()))
@@ -105,7 +104,9 @@ class Newton(Solver):
 def _downhill(operator: Operator, F: Tensor) -> tuple[Tensor, Tensor]:
     """-|H|⁻¹ F by a factorisation, and where H has a negative eigenvalue."""
     with torch.no_grad():
-        H = operator.dense()
+        # The factorisations know float32 and float64 only.
+        dtype = F.dtype if F.dtype in (torch.float32, torch.float64) else torch.float32
+        H, b = operator.dense().to(dtype), F.to(dtype).unsqueeze(2)
         H = 0.5 * (H + H.mT)
         factor, info = torch.linalg.cholesky_ex(H)
         eps = torch.finfo(F.dtype).eps
@@ -113,12 +114,12 @@ def _downhill(operator: Operator, F: Tensor) -> tuple[Tensor, Tensor]:
         pivots = torch.diagonal(factor, dim1=1, dim2=2).square()
         flat = pivots <= 10 * H.shape[1] * eps * torch.diagonal(H, dim1=1, dim2=2)
         weak = (info != 0) | flat.any(dim=1)
-        newton = -torch.cholesky_solve(F.unsqueeze(2), factor).squeeze(2)
+        newton = -torch.cholesky_solve(b, factor).squeeze(2).to(F.dtype)
         if not bool(weak.any()):
             return newton, weak
         finite = torch.isfinite(H).all(dim=2).all(dim=1)
         values, vectors = torch.linalg.eigh(torch.where(finite[:, None, None], H, 0.0))
         size = values.abs().amax(dim=1, keepdim=True)
-        safe = values.abs().clamp_min(eps**0.5 * size).clamp_min(torch.finfo(F.dtype).tiny)
-        direction = -(vectors @ ((vectors.mT @ F.unsqueeze(2)) / safe.unsqueeze(2))).squeeze(2)
+        safe = values.abs().clamp_min(eps**0.5 * size).clamp_min(torch.finfo(dtype).tiny)
+        direction = -(vectors @ ((vectors.mT @ b) / safe.unsqueeze(2))).squeeze(2).to(F.dtype)
         return batch.select(weak, direction, newton), weak & (values[:, 0] < -(eps**0.5) * size[:, 0])
