@@ -18,7 +18,10 @@ from torch import Tensor
 from torchdil import batch
 from torchdil.operator import STRATEGIES, Operator, Product
 from torchdil.progress import Progress
-from torchdil.solution import Result, Spectrum, Stats
+from torchdil.solution import Result, Spectrum, Stats, Status
+
+# ‖A‖ ‖x‖ / ‖rhs‖ beyond which the x of a failed solve is the noise of a singular A, not a part of a solution.
+_WILD = 1e8
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,12 @@ class LinearSolver(ABC):
         eps = torch.finfo(rhs.dtype).eps
         # Capped, lest the huge x of a singular A pass for a solution.
         return torch.minimum(100 * eps * size * batch.norm(x), eps ** (1 / 3) * batch.norm(rhs))
+
+    def tamed(self, x: Tensor, size: Tensor, rhs: Tensor, progress: Progress) -> Tensor:
+        """x, or zero where a solve failed and left an x out of all proportion: A, ‖A‖ = `size`, is singular to rounding."""
+        wild = (progress.status() != Status.converged) & (size * batch.norm(x) > _WILD * batch.norm(rhs))
+        progress.history[-1] = torch.where(wild, batch.norm(rhs), progress.history[-1])
+        return torch.where(wild.unsqueeze(1), 0.0, x)
 
     def progress(self, residual: Tensor, rhs: Tensor) -> Progress:
         """Bookkeeping for an iterative solver that starts with `residual`, (B,)."""

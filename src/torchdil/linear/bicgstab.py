@@ -82,5 +82,6 @@ class BiCGStab(LinearSolver):
             x, r = batch.select(new < old, best, origin), batch.select(new < old, r, r_origin)
             refuted = progress.correct(batch.norm(r))
             progress.settle(refuted & ~(new < 0.5 * old), self.attainable(size, x, rhs))
+        x = self.tamed(x, size, rhs, progress)
         method = ("preconditioned " if self.preconditioner is not None else "") + "BiCGStab"
         return self.result(x, progress, method, operator.products - before)

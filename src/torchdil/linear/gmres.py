@@ -96,6 +96,7 @@ class GMRES(LinearSolver):
             x, r = batch.select(better, trial, x), batch.select(better, r_trial, r)
             refuted = progress.correct(batch.norm(r))
             progress.settle(refuted & ~(batch.norm(r) < 0.5 * beta), self.attainable(size, x, rhs))
+        x = self.tamed(x, size, rhs, progress)
         method = ("preconditioned " if self.preconditioner is not None else "") + f"GMRES({self.restart})"
         return self.result(x, progress, method, operator.products - before, spectrum)
 
