@@ -82,7 +82,7 @@ def unrolled(problem, steps):
 
 
 def relative(a, b):
-    return float((a - b).norm() / b.norm())
+    return float((a - b).detach().norm() / b.detach().norm())
 
 
 def layer(problem, linear_solver):

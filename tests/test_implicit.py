@@ -662,3 +662,105 @@ def test_in_place_use_of_the_answer():
     y *= 2
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         grad(y.sum(), a)
+
+
+class Square(torch.autograd.Function):
+    """x², with a backward that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.variable = "not a tensor"
+        return x * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, v):
+        return 2 * ctx.saved_tensors[0] * v
+
+
+class NumpySquare(Square):
+    @staticmethod
+    def backward(ctx, v):
+        return torch.from_numpy(2 * ctx.saved_tensors[0].detach().numpy() * v.numpy())
+
+
+@pytest.mark.parametrize("function", [Square, NumpySquare])
+def test_a_backward_without_derivative_is_not_taken_for_constant(function):
+    t = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|requires grad"):
+        dil.argmin(lambda y: (function.apply(y) + y**4 - t * y).sum(), torch.ones(2, dtype=torch.float64))
+
+
+def test_a_residual_needs_one_derivative_only():
+    t = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    y = dil.root(lambda y: Square.apply(y) + y - t, torch.ones(2, dtype=torch.float64), linear_solver=dil.Dense()).value
+    (gradient,) = torch.autograd.grad(y.sum(), t)
+    torch.testing.assert_close(gradient, 1 / (2 * y.detach() + 1))
+
+
+def test_a_tensor_replaced_before_the_second_order_raises():
+    class Closure(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.tensor([0.7, 1.3], dtype=torch.float64))
+
+        def forward(self, x):
+            score = lambda y: (0.5 * self.w**2 * y**2 + 0.1 * y**4 - y * x).sum()  # noqa: E731
+            return dil.argmin(score, torch.zeros_like(x)).value
+
+    module, x = Closure(), torch.ones(2, dtype=torch.float64)
+    w = module.w.detach().clone().requires_grad_()
+    value = torch.func.functional_call(module, {"w": w}, (x,)).sum()
+    with pytest.raises(RuntimeError, match="used other tensors"):
+        torch.autograd.grad(value, w, create_graph=True)
+
+
+def test_cached_parametrisations_keep_their_gradient():
+    torch.manual_seed(0)
+    net = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 3, dtype=torch.float64))
+    x = torch.ones(3, dtype=torch.float64)
+    weights = list(net.parameters())
+
+    def gradient():
+        y = dil.fixed_point(lambda y: torch.tanh(0.3 * net(y) + x), torch.zeros(3, dtype=torch.float64)).value
+        return torch.autograd.grad(y.sum(), weights)
+
+    plain = gradient()
+    with torch.nn.utils.parametrize.cached():
+        cached = gradient()
+    for a, b in zip(plain, cached, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_higher_order_in_a_worker_thread():
+    theta = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    for _ in range(2000):
+        theta * 2  # this thread's graph is older than anything the worker makes
+    x = theta * 3
+    found = []
+
+    def work():
+        for order in (False, True):
+            y = dil.argmin(lambda y: ((y - x) ** 2 + y**4).sum(), torch.zeros(2, dtype=torch.float64)).value
+            found.append(torch.autograd.grad(y.sum(), x, create_graph=order))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    torch.testing.assert_close(found[0][0], found[1][0].detach())
+
+
+def test_zero_policy_leaves_shared_parameters_finite_at_every_order():
+    start = torch.tensor([[0.3], [9.0]], dtype=torch.float64)  # the second sample diverges
+
+    def first(p):
+        y = dil.fixed_point(lambda y, p: p * y**2 + 0.2, start, (p,), batch_dims=1, on_failure="zero").value
+        return y[0].sum()
+
+    p = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    (plain,) = torch.autograd.grad(first(p), p)
+    (graph,) = torch.autograd.grad(first(p), p, create_graph=True)
+    functional = torch.func.grad(first)(p.detach())
+    for other in (graph.detach(), functional):
+        torch.testing.assert_close(other, plain)

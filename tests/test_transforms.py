@@ -588,3 +588,27 @@ def test_torch_func_and_autograd_agree_on_third_order():
     T = jacfwd(hessian(loss))(X)
     expected = torch.einsum("ijk,i,j->k", T, *directions)
     close(nth_gradient(loss, X, 3, directions), expected)
+
+
+def test_complex_arguments_have_gradients():
+    t = torch.tensor([1.0 + 0.6j, 1.2 - 0.2j], dtype=torch.complex128)
+
+    def f(t):
+        score = lambda y, t: (0.5 * y**2 + 0.1 * y**4 - y * (t * t).real).sum()  # noqa: E731
+        return dil.argmin(score, torch.zeros(2, dtype=torch.float64), (t,)).value.sum()
+
+    leaf = t.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(f(leaf), leaf)
+    torch.testing.assert_close(torch.func.grad(f)(t), expected)
+
+
+def test_functions_that_need_a_regular_matrix():
+    A, b = 2 * torch.eye(2, dtype=torch.float64) + 0.1, torch.ones(2, dtype=torch.float64)
+
+    def f(A):
+        return dil.root(lambda y, A: y**3 + torch.linalg.solve(A, y - b), torch.zeros_like(b), (A,)).value.sum()
+
+    leaf = A.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(f(leaf), leaf)
+    torch.testing.assert_close(torch.func.grad(f)(A), expected)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(f))(A.expand(3, 2, 2))[1], expected)

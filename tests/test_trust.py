@@ -226,7 +226,9 @@ def test_auto_goes_on_at_an_indefinite_point():
         torch.zeros(3, dtype=torch.float64),
         solver=lambda f, y: y,
         linear_solver=layer_solver,
+        on_failure="ignore",
     )
+    assert sol.status == dil.Status.negative_curvature
     v = draw(2, 3)
     sol.value.backward(v)
     assert sol.report.backward.stats.method == "CG, then MINRES"
@@ -549,3 +551,61 @@ def test_statuses_explain_themselves():
     for status in Status:
         assert status.message and status.advice
     assert issubclass(dil.ConvergenceError, RuntimeError) and issubclass(dil.ConvergenceWarning, UserWarning)
+
+
+@pytest.mark.parametrize("solver", [dil.GradientDescent(), lambda f, y: y.clone()], ids=["GradientDescent", "callable"])
+def test_a_maximum_is_no_minimum_whoever_found_it(solver):
+    for n in (2, 200):
+        start = torch.zeros(n, dtype=torch.float64)
+        sol = dil.argmin(lambda y: ((y**2 - 1) ** 2).sum(), start, solver=solver, on_failure="ignore")
+        assert sol.status == dil.Status.negative_curvature
+
+
+@pytest.mark.parametrize("linear_solver", [dil.Neumann(), dil.JacobianFree()], ids=["Neumann", "JacobianFree"])
+def test_approximate_solvers_fail_by_what_is_no_number(linear_solver):
+    def gradient(on_failure):
+        x = torch.tensor([[0.1], [0.2]], dtype=torch.float64, requires_grad=True)
+        y = dil.fixed_point(
+            lambda y: 0.2 * torch.cos(y) + x,
+            torch.zeros_like(x).detach(),
+            linear_solver=linear_solver,
+            batch_dims=1,
+            on_failure=on_failure,
+        ).value
+        y.backward(torch.tensor([[1.0], [torch.nan]], dtype=torch.float64))
+        return x.grad
+
+    assert gradient("zero")[1] == 0 and gradient("zero")[0] > 0
+    with pytest.raises(dil.ConvergenceError):
+        gradient("raise")
+
+
+def test_damping_shows_in_the_estimated_error():
+    t = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    sol = dil.argmin(lambda y: 0.5 * ((y - t) ** 2).sum(), torch.zeros_like(t).detach(), linear_solver=dil.CG(damping=1.0))
+    sol.value.sum().backward()
+    torch.testing.assert_close(t.grad, torch.full_like(t.grad, 0.5))  # the exact one is 1: an error as large as g itself
+    torch.testing.assert_close(sol.report.adjoint_error, torch.tensor(1.0, dtype=torch.float64))
+
+
+def test_reports_of_nothing_to_solve():
+    x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    sol = dil.argmin(lambda y: ((y - x) ** 2).sum(1), torch.zeros_like(x).detach(), linear_solver=dil.CG())
+    sol.value[0].sum().backward()  # no cotangent for the second sample
+    assert "nan" not in str(sol.report)
+    empty = dil.argmin(lambda y: (y**2).sum(1), torch.zeros(0, 3))
+    assert "no samples" in str(empty.report)
+
+
+def test_evaluations_are_all_calls_of_the_function():
+    calls = 0
+
+    def residual(y):
+        nonlocal calls
+        calls += 1
+        return y**3 + y - 2
+
+    for solver in (dil.Newton(), lambda f, y: y + 1 + 0 * f(y)):
+        calls = 0
+        sol = dil.root(residual, torch.zeros(3, dtype=torch.float64), solver=solver)
+        assert sol.stats.products == calls - 1  # one call checks the shapes before

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -63,8 +62,8 @@ def argmin(
         >>> y.sum().backward()
     """
     args = check_arguments(score, "score", y0, "y0", args, on_failure)
-    with torch.no_grad():
-        value = score(map_tensors(Tensor.detach, y0), *args)
+    # In the mode of the call: what the function remembers from here (a cached weight) must keep its graph.
+    value = score(map_tensors(Tensor.detach, y0), *args)
     layout = Layout.of(y0, _batch_dims(value, y0))
     return solve(Argmin(layout), score, y0, args, solver, linear_solver, on_failure)
 

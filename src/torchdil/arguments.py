@@ -27,12 +27,13 @@ def check_arguments(function: Any, name: str, y0: Any, y_name: str, args: Any, o
 
 def check_output(function: Callable[..., Any], name: str, y0: Any, args: tuple[Any, ...]) -> None:
     """Raise one sentence if the function's result is not like y."""
-    with torch.no_grad():
-        value = function(map_tensors(Tensor.detach, y0), *args)
+    # In the mode of the call: what the function remembers from here (a cached weight) must keep its graph.
+    value = function(map_tensors(Tensor.detach, y0), *args)
     expected, spec = pytree.tree_flatten(y0)
     got, got_spec = pytree.tree_flatten(value)
     if spec != got_spec or not all(isinstance(leaf, Tensor) for leaf in got):
-        raise TypeError(f"{name} must return tensors in the structure of y, got {type(value).__name__}.")
+        keys = f" with the keys {list(value)}" if isinstance(value, dict) else ""
+        raise TypeError(f"{name} must return tensors in the structure of y, got {type(value).__name__}{keys}.")
     for leaf, like in zip(got, expected, strict=True):
         if leaf.shape != like.shape:
             raise ValueError(f"{name} must return the shape of y, {tuple(like.shape)}, got {tuple(leaf.shape)}.")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 # A closure may reach large objects; the search for tensors in it ends after so many.
@@ -39,6 +41,8 @@ def dependence(F: Tensor, leaf: Tensor, first: int, known: Iterable[Tensor], fun
     Nodes older than `first` are outside. AccumulateGrad nodes carry their leaf; a non-leaf tensor is recognised by its edge,
     if it is in `known` or in the closure of `function`.
     """
+    if threading.current_thread() is not threading.main_thread():  # ages are counted per thread: outside cannot be told
+        known = (*known, *captured_tensors(function))
     edges = {_edge(t): t for t in known if t.requires_grad}
     found: dict[int, Tensor] = {}
     unknown = set()
@@ -47,13 +51,16 @@ def dependence(F: Tensor, leaf: Tensor, first: int, known: Iterable[Tensor], fun
     stack = [F.grad_fn] if F.requires_grad else []
     while stack:
         node = stack.pop()
+        if node.name() == "torch::autograd::Error":  # type: ignore[union-attr]
+            # It would raise if it were run, but no path leads from it to the leaf, so it never is.
+            raise RuntimeError("A custom Function marked once_differentiable has no second derivative, which an argmin needs.")
         for edge in node.next_functions:  # type: ignore[union-attr]
             child = edge[0]
             if child is None:
                 continue
             tensor = edges.get(edge)
-            if tensor is None:
-                tensor = getattr(child, "variable", None)
+            if tensor is None and child.name().endswith("AccumulateGrad"):
+                tensor = child.variable  # type: ignore[union-attr]
             if tensor is leaf:
                 on_leaf = True
             elif tensor is not None:
@@ -69,6 +76,21 @@ def dependence(F: Tensor, leaf: Tensor, first: int, known: Iterable[Tensor], fun
                 found[id(tensor)] = tensor
                 unknown.discard(_edge(tensor))
     return Dependence(on_leaf, list(found.values()), bool(unknown))
+
+
+def has_custom_function(value: Tensor, first: int) -> bool:
+    """Whether the graph of `value` younger than `first` holds an `autograd.Function` written in Python."""
+    seen = {value.grad_fn}
+    stack = [value.grad_fn]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, BackwardCFunction):
+            return True
+        for child, _ in node.next_functions:  # type: ignore[union-attr]
+            if child is not None and child not in seen and child._sequence_nr() >= first:
+                seen.add(child)
+                stack.append(child)
+    return False
 
 
 def _edge(t: Tensor) -> tuple[Any, int]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import forward_ad as fwd
 
 from torchdil import batch
-from torchdil.graph import age, dependence
+from torchdil.graph import Dependence, age, dependence
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import full_precision, no_tangents, plain_saving, tangents_active
 from torchdil.operator import Operator
@@ -81,7 +81,7 @@ class Condition:
             # function that mixes samples. One product tells.
             remainder = rhs - operator.product(transpose)(value) - self.linear_solver.damping * value
             stats.residual, stats.norm = batch.norm(remainder), batch.norm(value)
-            stats.products += 1
+            stats.products, stats.damping = stats.products + 1, self.linear_solver.damping
             missed = (status == Status.converged) & ~(stats.residual <= _SLACK * stats.tolerance)
             if bool(missed.any()):
                 if stats.spectrum is not None:
@@ -158,6 +158,8 @@ class _Link:
 
     def evaluate(self, output: Tensor) -> Tensor:
         """F once more, at the attached output."""
+        if self.condition.on_failure == "zero":  # a lost sample is replaced by its start, as in the first evaluation
+            output = batch.select(batch.finite(output), output, self.operator.y)
         return (self.condition.replay or self.condition.residual)(output)
 
     def attach(self, residual: Residual, value: Tensor, transpose: bool, output: Tensor, *others: Tensor) -> Tensor:
@@ -217,8 +219,9 @@ def _pull_back(link: _Link, output: Tensor, v: Tensor) -> tuple[Tensor | None, .
         return product - v
 
     with torch.enable_grad(), full_precision(output):
+        first = age(link.y.detach().requires_grad_())
         F = link.evaluate(output)
-        _check_same(link, F)
+        _check_same(link, F, dependence(F, output, first, (output, *link.boundary), None))
         g = link.attach(adjoint, link.solve(v, link.transpose), not link.transpose, output, v)
         return _partial_derivatives(F, -g, link.boundary, output)
 
@@ -287,10 +290,15 @@ def _evaluate(condition: Condition, y: Tensor) -> tuple[Tensor, Tensor, list[Ten
     return leaf, F, tensors, hidden
 
 
-def _check_same(link: _Link, F: Tensor) -> None:
-    """Raise if F, evaluated again at the same y, has changed: its parameters were updated in between, or it is random."""
+def _check_same(link: _Link, F: Tensor, now: Dependence) -> None:
+    """Raise if F, evaluated again at the same y, has changed: its parameters were updated or replaced, or it is random."""
     if link.condition.replay is None:
         return  # an adjoint equation: what it is made of was checked one order below
+    if now.hidden or {id(t) for t in now.tensors} != {id(t) for t in link.boundary}:
+        raise RuntimeError(
+            "The function of this implicit layer used other tensors when evaluated again for a derivative of higher order: "
+            "what it reads from objects or closures must not be replaced between forward and backward; pass it in args."
+        )
     leaf, before = (t.detach() for t in link.operator.graph())
     with torch.no_grad(), no_tangents():
         change = batch.norm(F.detach() - before)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.batch import Layout
+from torchdil.graph import age, has_custom_function
 from torchdil.modes import transforms_active
 from torchdil.operator import Operator
 
@@ -53,7 +54,6 @@ class Problem:
         key: identifies the user's function, see `Operator`.
         keep: how many secant pairs to keep.
         pairs: the last secant pairs (Δy, ΔF) of the solver, (B, n) each.
-        evaluations: how often F was evaluated.
     """
 
     name: str
@@ -63,11 +63,9 @@ class Problem:
     key: Hashable = None
     keep: int = 0
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    evaluations: int = 0
 
     def evaluate(self, y: Tensor) -> Tensor:
         """F(y) without a graph."""
-        self.evaluations += 1
         with torch.no_grad():
             return self.residual(y).detach()
 
@@ -102,10 +100,15 @@ def gradient(f: Callable[[Tensor], Tensor], y: Tensor, argument: str) -> Tensor:
     with torch.enable_grad():
         if not (create_graph and y.requires_grad):
             y = y.detach().requires_grad_()
+        first = age(y)
         value = f(y)
         if not value.requires_grad:
             raise ValueError(f"{argument} must depend on y differentiably, but its value has no gradient with respect to y.")
-        (grad,) = torch.autograd.grad(value, y, create_graph=create_graph, allow_unused=True)
+        one = torch.ones_like(value)
+        if create_graph and has_custom_function(value, first):
+            # A Function whose backward has no derivative says so only if its cotangent has one; else its curvature is lost.
+            one = one + 0 * y.sum()
+        (grad,) = torch.autograd.grad(value, y, one, create_graph=create_graph, allow_unused=True)
     if grad is None:
         raise ValueError(f"{argument} must depend on y, but its value does not change with y.")
     return grad

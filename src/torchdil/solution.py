@@ -88,13 +88,14 @@ class Stats:
     Attributes:
         method: the solver's name, and what it had to turn to.
         steps: iterations, (B,).
-        residual: ‖F(y)‖ (forward) or ‖v - Jᵀg‖ (backward), (B,).
+        residual: ‖F(y)‖ (forward) or ‖v - Jᵀg - εg‖ (backward), (B,).
         tolerance: the residual that was asked for, (B,).
-        products: function evaluations (forward) or products with J (backward), for the whole batch.
+        products: calls of the function (forward) or products with J (backward), for the whole batch.
         history: the residual after each step, a list of (B,) tensors.
         spectrum: extreme Ritz or singular values, worked out when asked for.
         exact: False for methods that approximate on purpose (`JacobianFree`, `Neumann`): they do not "fail".
         norm: ‖y‖ (forward) or ‖g‖ (backward), (B,).
+        damping: ε of the backward solve.
     """
 
     method: str
@@ -106,6 +107,7 @@ class Stats:
     spectrum: Spectrum | None = None
     exact: bool = True
     norm: Tensor | None = None
+    damping: float = 0.0
 
 
 class Result(NamedTuple):
@@ -151,7 +153,7 @@ class Report:
 
     @property
     def ritz(self) -> tuple[Tensor, Tensor] | None:
-        """Smallest and largest Ritz (CG, MINRES) or singular value (NormalCG, GMRES, Dense) of J seen by the backward solve."""
+        """Smallest and largest Ritz (CG, MINRES) or singular value (others) of J + εI that the backward solve saw."""
         if self.backward is None or self.backward.stats.spectrum is None:
             return None
         low, high = self.backward.stats.spectrum.extremes()
@@ -159,24 +161,28 @@ class Report:
 
     @property
     def value_error(self) -> Tensor | None:
-        """Estimate of ‖y - y*‖ per sample: ‖F(y)‖ / θ_min."""
-        return self._over_smallest(self.forward)
+        """Estimate of ‖y - y*‖ per sample: ‖F(y)‖ / θ_min, θ_min being the smallest that the cotangent let the backward see."""
+        return None if self.forward is None else self._over_smallest(self.forward.stats.residual)
 
     @property
     def adjoint_error(self) -> Tensor | None:
-        """Estimate of the relative error of g, hence of the gradient, from the backward solve: ‖v - Jᵀg‖ / (θ_min ‖g‖)."""
-        absolute = self._over_smallest(self.backward)
-        if absolute is None or self.backward is None or self.backward.stats.norm is None:
-            return None
-        return absolute / self.backward.stats.norm.clamp_min(torch.finfo(absolute.dtype).tiny)
+        """Estimate of the relative error of g, hence of the gradient, from the backward solve: ‖v - Jᵀg‖ / (θ_min ‖g‖).
 
-    def _over_smallest(self, outcome: Outcome | None) -> Tensor | None:
+        The residual here is that of the system without damping, which is what the theorem asks for.
+        """
+        stats = None if self.backward is None else self.backward.stats
+        if stats is None or stats.norm is None:
+            return None
+        absolute = self._over_smallest(stats.residual + stats.damping * stats.norm)
+        return None if absolute is None else absolute / stats.norm.clamp_min(torch.finfo(absolute.dtype).tiny)
+
+    def _over_smallest(self, residual: Tensor) -> Tensor | None:
         ritz = self.ritz
-        if ritz is None or outcome is None or outcome.stats.residual.shape != ritz[0].shape:
+        if ritz is None or self.backward is None or residual.shape != ritz[0].shape:
             return None
         # Indefinite systems: the value nearest zero is what amplifies a residual.
         nearest = torch.where(ritz[0] * ritz[1] > 0, torch.minimum(ritz[0].abs(), ritz[1].abs()), ritz[0].abs())
-        return outcome.stats.residual / nearest.clamp_min(torch.finfo(nearest.dtype).tiny)
+        return residual / (nearest - self.backward.stats.damping).clamp_min(torch.finfo(nearest.dtype).tiny)
 
     def __repr__(self) -> str:
         return str(self)
@@ -185,9 +191,11 @@ class Report:
         first, second = _describe(self.forward), _describe(self.backward)
         rows = [(key, first.get(key, "-"), second.get(key, "-")) for key in _ROWS]
         if self.ritz is not None:
-            low, high = self.ritz
-            rows.append(("smallest, largest Ritz value", "", f"{float(low.min()):.2e}, {float(high.max()):.2e}"))
-        errors = [f"{float(error.max()):.2e}" if error is not None else "" for error in (self.value_error, self.adjoint_error)]
+            low, high = (_numbers(t) for t in self.ritz)
+            if low.numel():
+                rows.append(("smallest, largest Ritz value", "", f"{float(low.min()):.2e}, {float(high.max()):.2e}"))
+        known = [None if error is None else _numbers(error) for error in (self.value_error, self.adjoint_error)]
+        errors = ["" if error is None or not error.numel() else f"{float(error.max()):.2e}" for error in known]
         if any(errors):
             rows.append(("estimated error of y, of g (relative)", errors[0], errors[1]))
         rows.insert(0, ("", "forward", "backward"))
@@ -226,9 +234,8 @@ def check_policy(on_failure: str) -> None:
 
 def handle_failure(phase: str, outcome: Outcome, on_failure: str, report: Report) -> Tensor:
     """Apply the policy to one finished solve and return the mask of failed samples, (B,)."""
-    failed = outcome.status != Status.converged
-    if not outcome.stats.exact:
-        return torch.zeros_like(failed)
+    # A method that approximates on purpose fails only by what is no number.
+    failed = outcome.status != Status.converged if outcome.stats.exact else outcome.status == Status.non_finite
     if on_failure in ("raise", "warn") and bool(failed.any()):
         message = _sentence(phase, outcome, failed)
         if on_failure == "raise":
@@ -272,6 +279,8 @@ def _describe(outcome: Outcome | None) -> dict[str, str]:
     if outcome is None:
         return {}
     status, stats = outcome
+    if status.numel() == 0:
+        return {"method": stats.method, "status": "no samples"}
     codes, counts = torch.unique(status.reshape(-1).cpu(), return_counts=True)
     names = [Status(code).name for code in codes.tolist()]
     if status.numel() > 1:
@@ -286,6 +295,11 @@ def _describe(outcome: Outcome | None) -> dict[str, str]:
         "residual, worst sample": f"{float(stats.residual.reshape(-1)[worst]):.2e}",
         "tolerance of that sample": f"{float(stats.tolerance.reshape(-1)[worst]):.2e}",
     }
+
+
+def _numbers(a: Tensor) -> Tensor:
+    """Without the NaN of samples that had nothing to solve."""
+    return a[~a.isnan()]
 
 
 def _worst_sample(stats: Stats, among: Tensor | None = None) -> int:

@@ -19,6 +19,7 @@ from torchdil import batch
 from torchdil.batch import Layout, map_tensors
 from torchdil.implicit import Condition, Point
 from torchdil.linear import Auto, LinearSolver
+from torchdil.linear.curvature import negative_curvature
 from torchdil.modes import full_precision, no_tangents, plain_saving, transforms_active
 from torchdil.operator import Operator
 from torchdil.problem import Call, Problem, Statement
@@ -79,6 +80,16 @@ class _Setting:
     on_failure: str
     report: Report
     symmetric: bool | None = None
+    calls: int = 0
+
+    def counted(self, function: Call) -> Call:
+        """The function, its calls counted."""
+
+        def call(*args: Any) -> Any:
+            self.calls += 1
+            return function(*args)
+
+        return call
 
     @property
     def layout(self) -> Layout:
@@ -97,7 +108,7 @@ class _Setting:
     def plain(self, y0: Any, args: tuple[Any, ...]) -> Tensor:
         """y (B, n), found and attached by autograd."""
         statement, start = self.statement, self.layout.ravel(y0).detach().clone()  # the answer may be the start itself
-        call, replay = self.function, _replay(self.function)
+        call, replay = self.counted(self.function), _replay(self.function)
 
         def residual(y: Tensor) -> Tensor:
             return statement.residual(call, y, args)
@@ -105,7 +116,7 @@ class _Setting:
         problem = self.problem(residual, lambda y: statement.objective(call, y, args))
         condition = self.condition(residual, problem)
         condition.tensors = tuple(t for t in pytree.tree_leaves(args) if isinstance(t, Tensor))
-        condition.function = self.function
+        condition.function = (self.function, args)
         condition.replay = lambda y: statement.residual(replay, y, args)
         user_call = functools.partial(_bind, call, args)
         with plain_saving():
@@ -130,7 +141,7 @@ class _Setting:
             for i, t in zip(where, operands, strict=True):
                 full[i] = t
             parameters, args = pytree.tree_unflatten(full, spec)
-            return _call_with(self.function, parameters), args
+            return self.counted(_call_with(self.function, parameters)), args
 
         def residual(y: Tensor, _: Tensor, *operands: Tensor) -> Tensor:
             call, args = bind(operands)
@@ -227,7 +238,10 @@ class _Setting:
             near = (status == Status.max_steps) | (status == Status.stagnated)
             status = torch.where(solved & near, int(Status.converged), status)
             status = torch.where(batch.finite(y) & torch.isfinite(residual), status, int(Status.non_finite))
-            stats = replace(result.stats, residual=residual, tolerance=tolerance, norm=batch.norm(y))
+            met = status == Status.converged
+            if self.statement.has_objective and not isinstance(self.solver, Newton) and bool(met.any()):  # Newton looks itself
+                status = torch.where(met & negative_curvature(point.operator), int(Status.negative_curvature), status)
+            stats = replace(result.stats, residual=residual, tolerance=tolerance, norm=batch.norm(y), products=self.calls)
             return Result(y, status, stats)
 
     def conclude(self, result: Result) -> Tensor:

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad as fwd
 
 from torchdil.implicit import Condition
 from torchdil.linear.base import LinearSolver
-from torchdil.modes import tangents_active
+from torchdil.modes import no_tangents, tangents_active
 from torchdil.operator import Operator
 from torchdil.solution import Report
 
@@ -71,6 +71,10 @@ class Implicit:
     def linear(self, transpose: bool) -> _Linear:
         return _Linear(self, transpose)
 
+    def point(self, y: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        """Where F is differentiated: at y, but lost samples whose gradient is to be zero at their start (0 · inf is NaN)."""
+        return y if self.on_failure != "zero" else torch.where(torch.isfinite(y).all(1, keepdim=True), y, operands[0])
+
 
 @dataclass(frozen=True)
 class _Linear:
@@ -110,6 +114,9 @@ class _Linear:
     def vmapped(self, size: int, in_dims: Sequence[int | None]) -> _Linear:
         return replace(self, parent=self.parent.vmapped(size, in_dims))
 
+    def point(self, y: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        return y
+
     def linear(self, transpose: bool) -> _Linear:
         return _Linear(self, transpose)
 
@@ -131,6 +138,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, v: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         y, failed, *operands = ctx.saved_tensors
+        y = ctx.spec.point(y, operands)
         g, _ = _Transformed.apply(ctx.spec.linear(True), v, y, failed, *operands)
         chosen, F = _in_floating(ctx.spec, y, operands)
         grads = iter(torch.func.vjp(F, *(operands[i] for i in chosen))[1](-g))
@@ -141,6 +149,7 @@ class _Transformed(torch.autograd.Function):
         # torch turns forward mode off in here, for its own level; that would lose the tangents of an outer one.
         with fwd._set_fwd_grad_enabled(True):
             y, failed, *operands = (fwd.unpack_dual(t).primal for t in ctx.saved_tensors)
+            y = ctx.spec.point(y, operands)
             chosen, F = _in_floating(ctx.spec, y, operands)
             given = tuple(torch.zeros_like(operands[i]) if tangents[i] is None else tangents[i] for i in chosen)
             F_tangent = torch.func.jvp(F, tuple(operands[i] for i in chosen), given)[1]
@@ -166,7 +175,7 @@ class _Transformed(torch.autograd.Function):
 
 def _in_floating(spec: Any, y: Tensor, operands: list[Tensor]) -> tuple[list[int], RowFunction]:
     """Which operands can have derivatives, and F as a function of those alone."""
-    chosen = [i for i, t in enumerate(operands) if t.is_floating_point()]
+    chosen = [i for i, t in enumerate(operands) if t.is_floating_point() or t.is_complex()]
 
     def F(*some: Tensor) -> Tensor:
         full = list(operands)
@@ -179,8 +188,7 @@ def _in_floating(spec: Any, y: Tensor, operands: list[Tensor]) -> tuple[list[int
 
 def check_captures(residual: RowFunction, y: Tensor, operands: Sequence[Tensor], name: str) -> None:
     """Raise one sentence if `residual` depends on a tracked tensor that is not an operand: a transform would lose it."""
-    blank = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (y, *operands)]
-    value = residual(*blank)
+    value = residual(*(_plain(t) for t in (y, *operands)))
     tracked = _is_tracked(value)
     while functorch.is_functorch_wrapped_tensor(value) and not tracked:  # one wrapper a level
         value = functorch.get_unwrapped(value)
@@ -195,3 +203,13 @@ def check_captures(residual: RowFunction, y: Tensor, operands: Sequence[Tensor],
 def _is_tracked(t: Tensor) -> bool:
     tangent = fwd.unpack_dual(t).tangent if tangents_active() else None
     return t.requires_grad or functorch.is_batchedtensor(t) or tangent is not None
+
+
+def _plain(t: Tensor) -> Tensor:
+    """The numbers of t below every transform; of a batch its first member."""
+    while functorch.is_functorch_wrapped_tensor(t):
+        axis = functorch.maybe_get_bdim(t)
+        t = functorch.get_unwrapped(t)
+        t = t if axis < 0 else t.select(axis, 0)
+    with no_tangents():
+        return t.detach().clone()

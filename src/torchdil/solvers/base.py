@@ -55,7 +55,7 @@ class Solver(ABC):
         """rtol, or the default for the dtype."""
         return batch.default_rtol(dtype) if self.rtol is None else self.rtol
 
-    def result(self, y: Tensor, progress: Progress, problem: Problem) -> Result:
+    def result(self, y: Tensor, progress: Progress) -> Result:
         """What a solver returns once `progress` is finished."""
         status = progress.status()
         stats = Stats(
@@ -63,7 +63,6 @@ class Solver(ABC):
             steps=progress.steps,
             residual=progress.history[-1],
             tolerance=progress.tolerance,
-            products=problem.evaluations,
             history=progress.history,
         )
         return Result(y, status, stats)

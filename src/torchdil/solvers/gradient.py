@@ -48,4 +48,4 @@ class GradientDescent(Solver):
             step = torch.where(curvature > 0, batch.divide(torch.ones_like(step), curvature), 2 * step)
             now = new
             progress.advance(batch.norm(now.F))
-        return self.result(now.y, progress, problem)
+        return self.result(now.y, progress)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchdil import batch
 from torchdil.linear import CG, GMRES, Dense, LinearSolver
 from torchdil.linear.auto import direct_pays
+from torchdil.linear.curvature import negative_curvature
 from torchdil.operator import Operator
 from torchdil.problem import Problem
 from torchdil.progress import Progress
@@ -24,8 +25,6 @@ from torchdil.solvers.line_search import Iterate, backtrack
 
 # An inexact direction costs an extra step of Newton at most; four digits make that rare.
 _INNER_RTOL = 1e-4
-# Steps of Lanczos, from a random start, that look for negative curvature at a solution that was found matrix-free.
-_PROBE_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -61,29 +60,17 @@ class Newton(Solver):
             problem.remember(new.y - now.y, new.F - now.F)
             now = new
             progress.advance(batch.norm(now.F))
-        result = self.result(now.y, progress, problem)
-        if not problem.symmetric:
-            return result
+        result = self.result(now.y, progress)
         # A factorisation shows the curvature in every direction, a Krylov solve along its own only: where unsure, look.
         certain = (progress.steps > 0) & ~indefinite if self._factorises(now.y) else torch.zeros_like(indefinite)
         suspect = (result.status == Status.converged) & ~certain
-        if not bool(suspect.any()):
+        if problem.objective is None or not bool(suspect.any()):
             return result
-        saddle = suspect & self._saddle(problem, now)
+        saddle = suspect & negative_curvature(problem.operator(now.y))
         return result._replace(status=torch.where(saddle, int(Status.negative_curvature), result.status))
 
     def _factorises(self, y: Tensor) -> bool:
         return self.linear_solver is None and direct_pays(*y.shape)
-
-    def _saddle(self, problem: Problem, now: Iterate) -> Tensor:
-        """Where the Hessian has a negative eigenvalue: exactly for small unknowns, else as a few Lanczos steps see it."""
-        operator = problem.operator(now.y)
-        if direct_pays(*now.y.shape):
-            return _downhill(operator, now.F)[1]
-        generator = torch.Generator(now.y.device).manual_seed(0)
-        probe = torch.randn(now.y.shape, generator=generator, dtype=now.y.dtype, device=now.y.device)
-        with torch.no_grad():
-            return CG(max_steps=_PROBE_STEPS).solve(operator, probe).status == Status.negative_curvature
 
     def _direction(self, problem: Problem, now: Iterate) -> tuple[Tensor, Tensor]:
         """d with J d ≈ -F, downhill for an argmin; and where J was seen not to be positive definite."""

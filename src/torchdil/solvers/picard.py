@@ -35,4 +35,4 @@ class Picard(Solver):
             problem.remember(y_new - y, F_new - F)
             y, F = y_new, F_new
             progress.advance(batch.norm(F))
-        return self.result(y, progress, problem)
+        return self.result(y, progress)

@@ -1,0 +1,28 @@
+"""Whether a symmetric J has a negative eigenvalue: a stationary point of an argmin that is no minimum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchdil.linear.auto import direct_pays
+from torchdil.linear.cg import CG
+from torchdil.operator import Operator
+from torchdil.solution import Status
+
+# Steps of Lanczos, from a random start, that look for negative curvature where J is too large to factorise.
+_PROBE_STEPS = 20
+
+
+def negative_curvature(operator: Operator) -> Tensor:
+    """Which samples have it, (B,): exactly for small unknowns, else as a few Lanczos steps see it."""
+    with torch.no_grad():
+        if not direct_pays(*operator.shape):
+            generator = torch.Generator(operator.y.device).manual_seed(0)
+            probe = torch.randn(operator.shape, generator=generator, dtype=operator.y.dtype, device=operator.y.device)
+            return CG(max_steps=_PROBE_STEPS).solve(operator, probe).status == Status.negative_curvature
+        H = operator.dense()
+        H = H if H.dtype in (torch.float32, torch.float64) else H.float()  # LAPACK knows no half precision
+        finite = torch.isfinite(H).all(dim=2).all(dim=1)
+        values = torch.linalg.eigvalsh(torch.where(finite[:, None, None], 0.5 * (H + H.mT), 0.0))
+        return values[:, 0] < -(torch.finfo(operator.y.dtype).eps ** 0.5) * values.abs().amax(dim=1)
