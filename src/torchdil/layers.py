@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,8 @@ class _Layer(nn.Module):
         report: the `Report` of the last call.
     """
 
+    _find: ClassVar[Callable[..., Solution]]
+
     def __init__(
         self,
         function: Callable[..., Any],
@@ -80,7 +82,18 @@ class _Layer(nn.Module):
         return solution.value
 
     def _solve(self, y0: Any, args: tuple[Any, ...]) -> Solution:
-        raise NotImplementedError
+        return self._find(
+            self.function,
+            y0,
+            args,
+            solver=self.solver,
+            linear_solver=self.linear_solver,
+            on_failure=self.on_failure,
+            **self._options(),
+        )
+
+    def _options(self) -> dict[str, Any]:
+        return {}
 
     def _start(self, x: Any) -> Any:
         init = self.init
@@ -118,6 +131,8 @@ class ArgminLayer(_Layer):
         >>> model = nn.Sequential(nn.Linear(5, 3), layer, nn.Linear(3, 1))
     """
 
+    _find = staticmethod(argmin)
+
     def __init__(
         self,
         score: Callable[..., Tensor],
@@ -128,9 +143,6 @@ class ArgminLayer(_Layer):
         on_failure: FailurePolicy = "warn",
     ):
         super().__init__(score, solver, linear_solver, init, on_failure)
-
-    def _solve(self, y0: Any, args: tuple[Any, ...]) -> Solution:
-        return argmin(self.function, y0, args, solver=self.solver, linear_solver=self.linear_solver, on_failure=self.on_failure)
 
 
 class RootLayer(_Layer):
@@ -149,6 +161,8 @@ class RootLayer(_Layer):
         >>> layer = dil.RootLayer(lambda y, x: y**3 + y - x, init=(3,))
     """
 
+    _find = staticmethod(root)
+
     def __init__(
         self,
         residual: Callable[..., Any],
@@ -162,16 +176,8 @@ class RootLayer(_Layer):
         super().__init__(residual, solver, linear_solver, init, on_failure)
         self.batch_dims = batch_dims
 
-    def _solve(self, y0: Any, args: tuple[Any, ...]) -> Solution:
-        return root(
-            self.function,
-            y0,
-            args,
-            solver=self.solver,
-            linear_solver=self.linear_solver,
-            batch_dims=self.batch_dims,
-            on_failure=self.on_failure,
-        )
+    def _options(self) -> dict[str, Any]:
+        return {"batch_dims": self.batch_dims}
 
 
 class FixedPointLayer(_Layer):
@@ -190,6 +196,8 @@ class FixedPointLayer(_Layer):
         >>> layer = dil.FixedPointLayer(lambda y, x: torch.tanh(0.5 * y + x), init=(3,))
     """
 
+    _find = staticmethod(fixed_point)
+
     def __init__(
         self,
         g: Callable[..., Any],
@@ -203,16 +211,8 @@ class FixedPointLayer(_Layer):
         super().__init__(g, solver, linear_solver, init, on_failure)
         self.batch_dims = batch_dims
 
-    def _solve(self, y0: Any, args: tuple[Any, ...]) -> Solution:
-        return fixed_point(
-            self.function,
-            y0,
-            args,
-            solver=self.solver,
-            linear_solver=self.linear_solver,
-            batch_dims=self.batch_dims,
-            on_failure=self.on_failure,
-        )
+    def _options(self) -> dict[str, Any]:
+        return {"batch_dims": self.batch_dims}
 
 
 def _initial(init: Any, x: Any) -> Any:
