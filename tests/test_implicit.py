@@ -764,3 +764,28 @@ def test_zero_policy_leaves_shared_parameters_finite_at_every_order():
     functional = torch.func.grad(first)(p.detach())
     for other in (graph.detach(), functional):
         torch.testing.assert_close(other, plain)
+
+
+def test_a_layer_inside_a_layer():
+    def outer(t):
+        def score(y):
+            inner = dil.root(lambda z: z + 0.3 * z**3 - y, torch.zeros(2, dtype=torch.float64)).value
+            return ((inner - t) ** 2).sum() + 0.1 * (y**2).sum()
+
+        return dil.argmin(score, torch.zeros(2, dtype=torch.float64)).value
+
+    t = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(outer, t)
+
+
+def test_batched_cotangents_get_their_sentence():
+    t = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    f = lambda t: dil.root(lambda y: y**3 + y - t, torch.zeros(2, dtype=torch.float64)).value  # noqa: E731
+    with pytest.raises(RuntimeError, match=r"use torch\.func\.jacrev"):
+        torch.autograd.functional.jacobian(f, t, vectorize=True)
+    torch.testing.assert_close(
+        torch.autograd.functional.jacobian(f, t),
+        torch.func.jacrev(lambda t: dil.root(lambda y, t: y**3 + y - t, torch.zeros(2, dtype=torch.float64), (t,)).value)(
+            t.detach()
+        ),
+    )

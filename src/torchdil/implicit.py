@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch.autograd import forward_ad as fwd
 
 from torchdil import batch
@@ -190,6 +191,11 @@ class _Implicit(torch.autograd.Function):
         nothing = (None,) * len(link.boundary)
         if v is None:
             return None, None, *nothing
+        if functorch.is_legacy_batchedtensor(v):
+            raise RuntimeError(
+                "is_grads_batched=True and vectorize=True cannot go through an implicit layer: use torch.func.jacrev with "
+                "explicit args, or one gradient at a time."
+            )
         if not torch.is_grad_enabled() and not tangents_active():
             return None, -link.solve(v, link.transpose), *nothing
         output, *_ = ctx.saved_tensors  # also raises if a tensor of the boundary was changed in place
