@@ -19,6 +19,7 @@ MAX_LINES = 400
 LAYERS = [
     ("batch",),
     ("solution",),
+    ("live",),
     ("progress",),
     ("operator",),
     ("linear",),
@@ -37,7 +38,7 @@ RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}
 
 FUNCTIONS = ["argmin", "root", "fixed_point", "attach"]
 MODULES = ["ArgminLayer", "RootLayer", "FixedPointLayer"]
-SOLVERS = ["GradientDescent", "Newton", "Picard"]
+SOLVERS = ["GradientDescent", "LBFGS", "Newton", "Picard"]
 LINEAR_SOLVERS = ["CG", "NormalCG", "MINRES", "GMRES", "BiCGStab", "Dense", "Neumann", "JacobianFree", "Auto"]
 RESULTS = ["Status", "Solution", "Report", "ConvergenceError", "ConvergenceWarning"]
 PUBLIC = FUNCTIONS + MODULES + SOLVERS + LINEAR_SOLVERS + RESULTS

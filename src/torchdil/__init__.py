@@ -31,6 +31,7 @@ from torchdil.solution import ConvergenceWarning as ConvergenceWarning
 from torchdil.solution import Report as Report
 from torchdil.solution import Solution as Solution
 from torchdil.solution import Status as Status
+from torchdil.solvers import LBFGS as LBFGS
 from torchdil.solvers import GradientDescent as GradientDescent
 from torchdil.solvers import Newton as Newton
 from torchdil.solvers import Picard as Picard

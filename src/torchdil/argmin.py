@@ -24,7 +24,7 @@ class Argmin(Statement):
     name, argument, symmetric, has_objective = "argmin", "score", True, True
 
     def residual(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
-        return gradient(lambda u: self.objective(call, u, args).sum(), y, self.argument)
+        return gradient(lambda u: self.objective(call, u, args), y, self.argument)[0]
 
     def objective(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
         return call(self.layout.unravel(y), *args).reshape(self.layout.samples)

@@ -51,6 +51,7 @@ class Problem:
         symmetric: whether J = Jᵀ.
         residual: F, (B, n) -> (B, n).
         objective: f, (B, n) -> (B,); None unless the problem is an argmin.
+        layout: the structure of the user's unknown; under `vmap` there are more rows than it has samples.
         key: identifies the user's function, see `Operator`.
         keep: how many secant pairs to keep.
         pairs: the last secant pairs (Δy, ΔF) of the solver, (B, n) each.
@@ -60,6 +61,7 @@ class Problem:
     symmetric: bool
     residual: Callable[[Tensor], Tensor]
     objective: Callable[[Tensor], Tensor] | None = None
+    layout: Layout | None = None
     key: Hashable = None
     keep: int = 0
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -69,11 +71,20 @@ class Problem:
         with torch.no_grad():
             return self.residual(y).detach()
 
-    def value(self, y: Tensor) -> Tensor:
-        """f(y) without a graph."""
-        assert self.objective is not None
+    def measure(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """F(y) and what must fall on the way to a solution, (B,), without a graph: the objective of an argmin, else ‖F‖."""
+        if self.objective is None:
+            F = self.evaluate(y)
+            return F, batch.norm(F)
         with torch.no_grad():
-            return self.objective(y)
+            F, value = gradient(self.objective, y, "score")
+        return F.detach(), value.detach()
+
+    def argmin_only(self, solver: str) -> Callable[[Tensor], Tensor]:
+        """The objective, or one sentence where there is none."""
+        if self.objective is None:
+            raise ValueError(f"solver={solver}() needs an argmin, got a {self.name}: use Newton(), Broyden() or Anderson().")
+        return self.objective
 
     def operator(self, y: Tensor) -> Operator:
         """J at y."""
@@ -92,10 +103,15 @@ class Problem:
             ]
 
 
-def gradient(f: Callable[[Tensor], Tensor], y: Tensor, argument: str) -> Tensor:
-    """∇f(y) of a scalar function, differentiable when grad is enabled."""
+def gradient(f: Callable[[Tensor], Tensor], y: Tensor, argument: str) -> tuple[Tensor, Tensor]:
+    """∇f(y), (B, n), differentiable when grad is enabled, and f(y), (B,), of B functions of a row each."""
     if transforms_active():
-        return torch.func.grad(f)(y)
+
+        def total(y: Tensor) -> tuple[Tensor, Tensor]:
+            value = f(y)
+            return value.sum(), value
+
+        return torch.func.grad(total, has_aux=True)(y)
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         if not (create_graph and y.requires_grad):
@@ -111,4 +127,4 @@ def gradient(f: Callable[[Tensor], Tensor], y: Tensor, argument: str) -> Tensor:
         (grad,) = torch.autograd.grad(value, y, one, create_graph=create_graph, allow_unused=True)
     if grad is None:
         raise ValueError(f"{argument} must depend on y, but its value does not change with y.")
-    return grad
+    return grad, value

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchdil.batch import check_every
+from torchdil.live import LiveTable
 from torchdil.solution import Status
 
 _RUNNING = -1
@@ -26,9 +27,19 @@ class Progress:
         tolerance: the residual to reach, (B,).
         max_steps: the most steps to take.
         patience: steps without a new best residual after which a sample has stagnated.
+        table: where to show each step; None: nowhere.
+        score: the objective at the start, (B,), for the table.
     """
 
-    def __init__(self, residual: Tensor, tolerance: Tensor, max_steps: int, patience: int):
+    def __init__(
+        self,
+        residual: Tensor,
+        tolerance: Tensor,
+        max_steps: int,
+        patience: int,
+        table: LiveTable | None = None,
+        score: Tensor | None = None,
+    ):
         self.tolerance = tolerance
         self.history: list[Tensor] = []
         self.running = torch.ones_like(residual, dtype=torch.bool)
@@ -39,6 +50,7 @@ class Progress:
         self._max_steps, self._patience = max_steps, patience
         self._check_every = check_every(residual.device)
         self._taken = 0
+        self._table, self._score = table, score
         self._record(residual)
         self._review(residual)
 
@@ -48,9 +60,9 @@ class Progress:
             return True
         return self._taken % self._check_every == 0 and not bool(self.running.any())
 
-    def advance(self, residual: Tensor) -> None:
-        """One step was taken and left `residual`, (B,)."""
-        self._taken += 1
+    def advance(self, residual: Tensor, score: Tensor | None = None) -> None:
+        """One step was taken and left `residual`, (B,), and, for the table, the objective, (B,)."""
+        self._taken, self._score = self._taken + 1, score
         self.steps += self.running
         self._record(residual)
         if self._taken % _REVIEW_EVERY == 0:
@@ -86,11 +98,15 @@ class Progress:
     def status(self) -> Tensor:
         """A `Status` code per sample, (B,); call when finished."""
         self._review(self.history[-1])
+        if self._table is not None:
+            self._table.row(self._taken, self.running, self.history[-1], self._score, last=True)
         return torch.where(self._status == _RUNNING, int(Status.max_steps), self._status)
 
     def _record(self, residual: Tensor) -> None:
         self.history.append(residual)
         self.stop(residual <= self.tolerance, Status.converged)
+        if self._table is not None:
+            self._table.row(self._taken, self.running, residual, self._score)
 
     def _review(self, residual: Tensor) -> None:
         self.stop(~torch.isfinite(residual), Status.non_finite)

@@ -182,7 +182,13 @@ class _Setting:
         keep = getattr(self.linear_solver.preconditioner, "history", 0)
         key: Any = getattr(self.function, "__code__", type(self.function))
         return Problem(
-            self.statement.name, self.is_symmetric, residual, objective if self.statement.has_objective else None, key, keep
+            self.statement.name,
+            self.is_symmetric,
+            residual,
+            objective if self.statement.has_objective else None,
+            self.layout,
+            key,
+            keep,
         )
 
     def condition(self, residual: Callable[[Tensor], Tensor], problem: Problem) -> Condition:
@@ -218,7 +224,8 @@ class _Setting:
         for again in range(_ROUNDS):
             point = Point(condition, result.value)
             judged = self.judge(result, point, start, rtol, solver.atol)
-            if again == _ROUNDS - 1 or not bool((judged.status == Status.not_stationary).any()):
+            refuted = (judged.status == Status.not_stationary) & (result.status == Status.converged)
+            if again == _ROUNDS - 1 or not bool(refuted.any()):
                 break
             with no_tangents():
                 result = solver.solve(problem, result.value, judged.stats.tolerance)

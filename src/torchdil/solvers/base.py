@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
+from torchdil.live import LiveTable
 from torchdil.problem import Problem
 from torchdil.progress import Progress
 from torchdil.solution import Result, Stats
@@ -27,11 +28,13 @@ class Solver(ABC):
             None: 1e-10 in float64, 1e-5 in float32.
         atol: or when ‖F(y)‖ <= atol.
         max_steps: the most iterations.
+        verbose: print a table that grows by one line a step.
     """
 
     rtol: float | None = None
     atol: float = 0.0
     max_steps: int = 1000
+    verbose: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rtol", "atol"):
@@ -54,6 +57,15 @@ class Solver(ABC):
     def accuracy(self, dtype: torch.dtype) -> float:
         """rtol, or the default for the dtype."""
         return batch.default_rtol(dtype) if self.rtol is None else self.rtol
+
+    def progress(self, problem: Problem, F: Tensor, tolerance: Tensor, patience: int, score: Tensor | None = None) -> Progress:
+        """Bookkeeping for an iteration that starts with F, (B, n), and, for the table, the objective, (B,)."""
+        return Progress(batch.norm(F), tolerance, self.max_steps, patience, self.table(problem, len(F)), score)
+
+    def table(self, problem: Problem, samples: int) -> LiveTable | None:
+        """Where to show each step, if asked for."""
+        many = "" if samples == 1 else f", {samples} samples"
+        return LiveTable(f"{type(self).__name__}: {problem.name}{many}") if self.verbose else None
 
     def result(self, y: Tensor, progress: Progress) -> Result:
         """What a solver returns once `progress` is finished."""

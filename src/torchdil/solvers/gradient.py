@@ -1,4 +1,4 @@
-"""Gradient descent y ← y - t ∇f(y), t per sample by Barzilai-Borwein and backtracking."""
+"""Gradient descent y ← y - t ∇f(y), plain, with momentum or Nesterov's, t per sample."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.problem import Problem
-from torchdil.progress import Progress
 from torchdil.solution import Result, Status
 from torchdil.solvers.base import Solver
-from torchdil.solvers.line_search import Iterate, backtrack
+from torchdil.solvers.line_search import Iterate, search
 
 
 @dataclass(frozen=True)
@@ -21,31 +20,64 @@ class GradientDescent(Solver):
 
     Attributes:
         step_size: t; None: the Barzilai-Borwein step of the last move, shortened until the score falls enough.
+        momentum: μ; the direction is d ← μ d - ∇f (Polyak's heavy ball).
+        nesterov: take the gradient at the point y + μ (y - y_last) that the momentum leads to. Without a `momentum`, μ grows as
+            (k - 1) / (k + 2) and starts anew where it leads uphill (O'Donoghue and Candès 2015).
 
     Example:
-        >>> dil.argmin(score, y0, solver=dil.GradientDescent(rtol=1e-6))
+        >>> dil.argmin(score, y0, solver=dil.GradientDescent(nesterov=True, rtol=1e-6))
     """
 
     max_steps: int = 10_000
     step_size: float | None = None
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.step_size is not None and not self.step_size > 0:
+            raise ValueError(f"step_size must be a number > 0 or None, got {self.step_size!r}.")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be at least 0 and less than 1, got {self.momentum!r}.")
 
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
-        if problem.objective is None:
-            raise ValueError(f"solver=GradientDescent() needs an argmin, got a {problem.name}: use Newton() or Picard().")
+        problem.argmin_only("GradientDescent")
         now = Iterate.at(problem, y0)
-        progress = Progress(batch.norm(now.F), tolerance, self.max_steps, patience=1000)
+        progress = self.progress(problem, now.F, tolerance, 1000, now.merit)
         # The first step moves y by its own size, or by one.
         step = batch.divide(batch.norm(y0).clamp_min(1.0), batch.norm(now.F))
+        move, age = torch.zeros_like(y0), torch.zeros_like(step)
         while not progress.finished():
+            start, direction = self._lead(problem, now, move, age)
             if self.step_size is None:
-                new, moved = backtrack(problem, now, -now.F, step, progress.running)
+                new, moved = search(problem, start, direction, step, progress.running)
                 progress.stop(~moved, Status.stagnated)
+                new = new.where(moved, now)
             else:
-                new = Iterate.at(problem, now.y - self.step_size * now.F).where(progress.running, now)
-            dy, dF = new.y - now.y, new.F - now.F
+                new = Iterate.at(problem, start.y + self.step_size * direction).where(progress.running, now)
+            dy, dF = new.y - start.y, new.F - start.F
             problem.remember(dy, dF)
             curvature = batch.divide(batch.dot(dy, dF), batch.dot(dy, dy))
             step = torch.where(curvature > 0, batch.divide(torch.ones_like(step), curvature), 2 * step)
+            uphill = batch.dot(start.F, new.y - now.y) > 0
+            age = torch.where(uphill, 0.0, age + 1)
+            move = direction if not self.nesterov else batch.select(uphill, torch.zeros_like(dy), new.y - now.y)
             now = new
-            progress.advance(batch.norm(now.F))
+            progress.advance(batch.norm(now.F), now.merit)
         return self.result(now.y, progress)
+
+    def _lead(self, problem: Problem, now: Iterate, move: Tensor, age: Tensor) -> tuple[Iterate, Tensor]:
+        """Where to start the step, and where to: `move` is the last direction, or with Nesterov's momentum the last move."""
+        if self.nesterov:
+            weight = torch.full_like(age, self.momentum) if self.momentum else (age - 1).clamp_min(0) / (age + 2)
+            if not bool((weight > 0).any()):
+                return now, -now.F
+            ahead = Iterate.at(problem, now.y + batch.scale(weight, move))
+            ahead = ahead.where(batch.finite(ahead.F), now)
+            return ahead, -ahead.F
+        if not self.momentum:
+            return now, -now.F
+        direction = self.momentum * move - now.F
+        if self.step_size is None:  # a search needs a slope to descend
+            direction = batch.select(batch.dot(direction, now.F) < 0, direction, -now.F)
+        return now, direction

@@ -18,10 +18,9 @@ from torchdil.linear.auto import direct_pays
 from torchdil.linear.curvature import negative_curvature
 from torchdil.operator import Operator
 from torchdil.problem import Problem
-from torchdil.progress import Progress
 from torchdil.solution import Result, Status
 from torchdil.solvers.base import Solver
-from torchdil.solvers.line_search import Iterate, backtrack
+from torchdil.solvers.line_search import Iterate, search
 
 # An inexact direction costs an extra step of Newton at most; four digits make that rare.
 _INNER_RTOL = 1e-4
@@ -49,17 +48,17 @@ class Newton(Solver):
 
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
         now = Iterate.at(problem, y0)
-        progress = Progress(batch.norm(now.F), tolerance, self.max_steps, patience=50)
+        progress = self.progress(problem, now.F, tolerance, 50, now.merit)
         step = torch.ones_like(tolerance)
         indefinite = torch.zeros_like(progress.running)
         while not progress.finished():
             direction, saddle = self._direction(problem, now)
             indefinite = torch.where(progress.running, saddle, indefinite)
-            new, moved = backtrack(problem, now, direction, step, progress.running)
+            new, moved = search(problem, now, direction, step, progress.running)
             progress.stop(~moved, Status.stagnated)
             problem.remember(new.y - now.y, new.F - now.F)
             now = new
-            progress.advance(batch.norm(now.F))
+            progress.advance(batch.norm(now.F), now.merit)
         result = self.result(now.y, progress)
         # A factorisation shows the curvature in every direction, a Krylov solve along its own only: where unsure, look.
         certain = (progress.steps > 0) & ~indefinite if self._factorises(now.y) else torch.zeros_like(indefinite)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.problem import Problem
-from torchdil.progress import Progress
 from torchdil.solution import Result
 from torchdil.solvers.base import Solver
 
@@ -28,7 +27,7 @@ class Picard(Solver):
 
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
         y, F = y0, problem.evaluate(y0)
-        progress = Progress(batch.norm(F), tolerance, self.max_steps, patience=100)
+        progress = self.progress(problem, F, tolerance, patience=100)
         while not progress.finished():
             y_new = batch.select(progress.running, y - self.relaxation * F, y)
             F_new = batch.select(progress.running, problem.evaluate(y_new), F)

@@ -1,0 +1,126 @@
+"""Limited-memory BFGS: d = -H ∇f, H ≈ (∇²f)⁻¹ from the last m steps s = Δy and their changes of the gradient q = ΔF.
+
+All samples at once: with S, Q the last steps of a sample as rows, R the upper triangle of S Qᵀ and D its diagonal,
+H = γI + Sᵀ R⁻ᵀ (D + γ Q Qᵀ) R⁻¹ S - γ (Sᵀ R⁻ᵀ Q + Qᵀ R⁻¹ S) (Byrd, Nocedal and Schnabel 1994), which is a few batched
+products instead of a loop over the steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.problem import Problem
+from torchdil.solution import Result, Status
+from torchdil.solvers.base import Solver
+from torchdil.solvers.line_search import Iterate, search
+
+# Δyᵀ ΔF over the lengths: below this a step says nothing certain of the curvature and is not used.
+_CURVED = 1e-10
+
+
+@dataclass(frozen=True)
+class LBFGS(Solver):
+    """L-BFGS for an argmin, with a Wolfe line search for each sample.
+
+    Attributes:
+        history: m, how many steps to remember.
+
+    Example:
+        >>> dil.argmin(score, y0, solver=dil.LBFGS())
+    """
+
+    history: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.history < 1:
+            raise ValueError(f"history must be at least 1, got {self.history!r}.")
+
+    def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
+        problem.argmin_only("LBFGS")
+        now = Iterate.at(problem, y0)
+        progress = self.progress(problem, now.F, tolerance, 200, now.merit)
+        memory = _Memory(y0, self.history)
+        # The first step moves y by its own size, or by one; the later ones have the length of Newton's.
+        step = batch.divide(batch.norm(y0).clamp_min(1.0), batch.norm(now.F)).clamp_max(1.0)
+        while not progress.finished():
+            direction = -memory.apply(now.F)
+            uphill = ~(batch.dot(direction, now.F) < 0)  # rounding, or NaN
+            direction = batch.select(uphill, -now.F, direction)
+            new, moved = search(problem, now, direction, step, progress.running, curvature=0.9)
+            fresh = memory.fresh | uphill
+            progress.stop(~moved & fresh, Status.stagnated)
+            memory.forget(~moved)  # where the memory led nowhere, the gradient may lead on
+            dy, dF = new.y - now.y, new.F - now.F
+            memory.add(dy, dF)
+            problem.remember(dy, dF)
+            now = new
+            step = torch.where(moved, 1.0, batch.divide(batch.norm(now.y).clamp_min(1.0), batch.norm(now.F)).clamp_max(1.0))
+            progress.advance(batch.norm(now.F), now.merit)
+        return self.result(now.y, progress)
+
+
+class _Memory:
+    """The last m steps of each sample, S and Q (B, m, n), written round and round; a step that is not used is zero."""
+
+    def __init__(self, y: Tensor, history: int):
+        samples, n = y.shape
+        self.S, self.Q = y.new_zeros(samples, history, n), y.new_zeros(samples, history, n)
+        self.SQ, self.QQ = y.new_zeros(samples, history, history), y.new_zeros(samples, history, history)
+        self.scaling = torch.ones_like(y[:, 0])
+        self.fresh = torch.ones_like(self.scaling, dtype=torch.bool)  # no step known
+        self._next, self._filled = 0, 0
+
+    def add(self, s: Tensor, q: Tensor) -> None:
+        """Remember a step where its curvature is positive."""
+        curvature = batch.dot(s, q)
+        used = curvature > _CURVED * batch.norm(s) * batch.norm(q)  # False for NaN
+        s, q = (torch.where(used.unsqueeze(1), a, 0.0) for a in (s, q))
+        k = self._next
+        self.S[:, k], self.Q[:, k] = s, q
+        self.SQ[:, :, k], self.SQ[:, k] = _rows(self.S, q), _rows(self.Q, s)
+        self.QQ[:, :, k] = self.QQ[:, k] = _rows(self.Q, q)
+        self.scaling = torch.where(used, batch.divide(curvature, batch.dot(q, q)), self.scaling)
+        self.fresh = self.fresh & ~used
+        self._next, self._filled = (k + 1) % self.S.shape[1], min(self._filled + 1, self.S.shape[1])
+
+    def forget(self, mask: Tensor) -> None:
+        """Drop all steps of the samples in `mask`."""
+        if bool(mask.any()):
+            for a in (self.S, self.Q, self.SQ, self.QQ):
+                a.masked_fill_(mask[:, None, None], 0.0)
+            self.scaling, self.fresh = torch.where(mask, 1.0, self.scaling), self.fresh | mask
+
+    def apply(self, r: Tensor) -> Tensor:
+        """H r, (B, n)."""
+        if self._filled == 0:
+            return r
+        order = torch.arange(self._next - self._filled, self._next, device=r.device) % self.S.shape[1]  # oldest first
+        SQ, QQ = self.SQ[:, order][:, :, order], self.QQ[:, order][:, :, order]
+        D = torch.diagonal(SQ, dim1=1, dim2=2)
+        R = SQ.triu() + torch.diag_embed((D == 0).to(r.dtype))  # a step that is not used takes no part
+        gamma = self.scaling[:, None]
+        Sr, Qr = _rows(self.S, r)[:, order], _rows(self.Q, r)[:, order]
+        a = torch.linalg.solve_triangular(R, Sr.unsqueeze(2), upper=True).squeeze(2)
+        inner = D * a + gamma * (_rows(QQ, a) - Qr)
+        b = torch.linalg.solve_triangular(R.mT, inner.unsqueeze(2), upper=False).squeeze(2)
+        b, a = (self._spread(c, order) for c in (b, a))
+        return gamma * r + _combine(self.S, b) - gamma * _combine(self.Q, a)
+
+    def _spread(self, c: Tensor, order: Tensor) -> Tensor:
+        """Coefficients in the order of storage, (B, m)."""
+        return c.new_zeros(c.shape[0], self.S.shape[1]).index_copy(1, order, c)
+
+
+def _rows(A: Tensor, x: Tensor) -> Tensor:
+    """A x per sample, (B, m, n) x (B, n) -> (B, m)."""
+    return torch.bmm(A, x.unsqueeze(2)).squeeze(2)
+
+
+def _combine(A: Tensor, c: Tensor) -> Tensor:
+    """Aᵀ c per sample, (B, m, n) x (B, m) -> (B, n)."""
+    return torch.bmm(c.unsqueeze(1), A).squeeze(1)
