@@ -11,7 +11,8 @@ from benchmarks import tables
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RESULTS = json.loads((ROOT / "benchmarks" / "results" / "core.json").read_text())
+NUMBER = re.compile(r"-?\d\.\d+e[+-]\d\d")
+RESULTS, SOLVERS = (json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()) for name in ("core", "solvers"))
 
 
 def blocks(page):
@@ -25,6 +26,10 @@ def test_code_runs(page, capsys):
         exec("\n".join(blocks(page)), {"__name__": "example"})
     finally:
         torch.set_default_dtype(dtype)
+    # What a page shows as printed was printed, but for the numbers, which rounding may change.
+    printed = NUMBER.sub("#", capsys.readouterr().out)
+    for shown in re.findall(r"```text\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        assert NUMBER.sub("#", shown) in printed
 
 
 def test_readme_example_is_short():
@@ -34,10 +39,12 @@ def test_readme_example_is_short():
 def test_numbers_come_from_the_results():
     assert tables.readme(RESULTS) in (ROOT / "README.md").read_text()
     assert tables.numbers(RESULTS) == (ROOT / "docs" / "numbers.md").read_text()
+    assert tables.solvers(SOLVERS) == (ROOT / "docs" / "solvers.md").read_text()
 
 
 def test_results_name_their_origin():
-    assert {"seed", "torchdil", "torch", "cpu", "threads"} <= RESULTS["machine"].keys()
+    for results in (RESULTS, SOLVERS):
+        assert {"seed", "torchdil", "torch", "cpu", "threads"} <= results["machine"].keys()
 
 
 def test_local_links_exist():

@@ -6,6 +6,8 @@ backward pass is exact by the implicit function theorem, matrix-free, and says h
 
 from torchdil.argmin import argmin as argmin
 from torchdil.attach import attach as attach
+from torchdil.check import GradientCheck as GradientCheck
+from torchdil.check import check_gradient as check_gradient
 from torchdil.fixed_point import fixed_point as fixed_point
 from torchdil.layers import ArgminLayer as ArgminLayer
 from torchdil.layers import FixedPointLayer as FixedPointLayer
@@ -31,10 +33,17 @@ from torchdil.solution import ConvergenceWarning as ConvergenceWarning
 from torchdil.solution import Report as Report
 from torchdil.solution import Solution as Solution
 from torchdil.solution import Status as Status
+from torchdil.solvers import CEM as CEM
 from torchdil.solvers import LBFGS as LBFGS
+from torchdil.solvers import MPPI as MPPI
+from torchdil.solvers import Anderson as Anderson
+from torchdil.solvers import Broyden as Broyden
 from torchdil.solvers import GradientDescent as GradientDescent
 from torchdil.solvers import Newton as Newton
 from torchdil.solvers import Picard as Picard
+from torchdil.solvers import RandomShooting as RandomShooting
+from torchdil.solvers import SciPy as SciPy
 from torchdil.solvers import Solver as Solver
+from torchdil.solvers import TorchOptim as TorchOptim
 
 __version__ = "0.1.0"

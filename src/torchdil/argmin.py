@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torchdil.arguments import check_arguments
 from torchdil.batch import Layout, map_tensors
 from torchdil.linear.base import LinearSolver
-from torchdil.modes import eager
+from torchdil.modes import eager, observed_by
 from torchdil.problem import Call, Statement, gradient
 from torchdil.solution import FailurePolicy, Solution
 from torchdil.solve import solve
@@ -63,7 +63,8 @@ def argmin(
     """
     args = check_arguments(score, "score", y0, "y0", args, on_failure)
     # In the mode of the call: what the function remembers from here (a cached weight) must keep its graph.
-    value = score(map_tensors(Tensor.detach, y0), *args)
+    with observed_by(None):
+        value = score(map_tensors(Tensor.detach, y0), *args)
     layout = Layout.of(y0, _batch_dims(value, y0))
     return solve(Argmin(layout), score, y0, args, solver, linear_solver, on_failure)
 

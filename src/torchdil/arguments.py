@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchdil.batch import map_tensors
+from torchdil.modes import observed_by
 from torchdil.solution import check_policy
 
 
@@ -28,7 +29,8 @@ def check_arguments(function: Any, name: str, y0: Any, y_name: str, args: Any, o
 def check_output(function: Callable[..., Any], name: str, y0: Any, args: tuple[Any, ...]) -> None:
     """Raise one sentence if the function's result is not like y."""
     # In the mode of the call: what the function remembers from here (a cached weight) must keep its graph.
-    value = function(map_tensors(Tensor.detach, y0), *args)
+    with observed_by(None):
+        value = function(map_tensors(Tensor.detach, y0), *args)
     expected, spec = pytree.tree_flatten(y0)
     got, got_spec = pytree.tree_flatten(value)
     if spec != got_spec or not all(isinstance(leaf, Tensor) for leaf in got):

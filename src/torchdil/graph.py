@@ -112,7 +112,7 @@ def captured_tensors(function: Any) -> list[Tensor]:
             found.append(item)
         elif isinstance(item, types.FunctionType):
             stack.extend(cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType())
-            stack.extend(item.__globals__[name] for name in item.__code__.co_names if name in item.__globals__)
+            stack.extend(item.__globals__[name] for name in _names(item.__code__) if name in item.__globals__)
             stack.extend((*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()))
         elif isinstance(item, types.MethodType):
             stack.extend((item.__self__, item.__func__))
@@ -125,3 +125,9 @@ def captured_tensors(function: Any) -> list[Tensor]:
         elif not isinstance(item, (type, types.ModuleType)):
             stack.extend(getattr(item, "__dict__", {}).values())
     return found
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """The names that a function looks up, functions defined inside it included."""
+    inside = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant)]
+    return [*code.co_names, *inside]

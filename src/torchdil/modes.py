@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -15,6 +16,20 @@ from torch.autograd.graph import saved_tensors_hooks
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+# Who looks over the shoulder of the solves of a call (`torchdil.solve.Observer`): `check_gradient` does.
+observer: ContextVar[Any] = ContextVar("observer", default=None)
+
+
+@contextmanager
+def observed_by(who: Any) -> Iterator[None]:
+    """A block whose solves `who` sees; None: they are part of something else that is seen as a whole."""
+    token = observer.set(who)
+    try:
+        yield
+    finally:
+        observer.reset(token)
 
 
 def tangents_active() -> bool:

@@ -55,6 +55,7 @@ class Problem:
         key: identifies the user's function, see `Operator`.
         keep: how many secant pairs to keep.
         pairs: the last secant pairs (Δy, ΔF) of the solver, (B, n) each.
+        unrolled: evaluations keep their graph, so that a solver's answer can be differentiated through its steps.
     """
 
     name: str
@@ -65,20 +66,22 @@ class Problem:
     key: Hashable = None
     keep: int = 0
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    unrolled: bool = False
 
     def evaluate(self, y: Tensor) -> Tensor:
-        """F(y) without a graph."""
-        with torch.no_grad():
-            return self.residual(y).detach()
+        """F(y), without a graph."""
+        with torch.set_grad_enabled(self.unrolled):
+            F = self.residual(y)
+        return F if self.unrolled else F.detach()
 
     def measure(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """F(y) and what must fall on the way to a solution, (B,), without a graph: the objective of an argmin, else ‖F‖."""
+        """F(y) and what must fall on the way to a solution, (B,): the objective of an argmin, else ‖F‖."""
         if self.objective is None:
             F = self.evaluate(y)
             return F, batch.norm(F)
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.unrolled):
             F, value = gradient(self.objective, y, "score")
-        return F.detach(), value.detach()
+        return F if self.unrolled else F.detach(), value.detach()
 
     def argmin_only(self, solver: str) -> Callable[[Tensor], Tensor]:
         """The objective, or one sentence where there is none."""

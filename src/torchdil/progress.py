@@ -98,15 +98,17 @@ class Progress:
     def status(self) -> Tensor:
         """A `Status` code per sample, (B,); call when finished."""
         self._review(self.history[-1])
-        if self._table is not None:
-            self._table.row(self._taken, self.running, self.history[-1], self._score, last=True)
+        self._show(last=True)
         return torch.where(self._status == _RUNNING, int(Status.max_steps), self._status)
 
     def _record(self, residual: Tensor) -> None:
         self.history.append(residual)
         self.stop(residual <= self.tolerance, Status.converged)
+        self._show()
+
+    def _show(self, last: bool = False) -> None:
         if self._table is not None:
-            self._table.row(self._taken, self.running, residual, self._score)
+            self._table.row(int(self.steps.max()), self.running, self.history[-1], self._score, last=last)
 
     def _review(self, residual: Tensor) -> None:
         self.stop(~torch.isfinite(residual), Status.non_finite)

@@ -1,8 +1,7 @@
 """What a solve says of itself: `Status`, `Stats`, `Solution`, `Report`, and what to do when it failed.
 
-Every solve, forward or backward, ends with one `Status` per sample. `Report` keeps both solves of a layer and derives from the
-extreme Ritz values θ_min of the backward's Krylov space how far the answers are from the exact ones:
-‖y - y*‖ ≈ ‖F(y)‖ / θ_min and ‖g - g*‖ ≈ ‖v - Jᵀg‖ / θ_min.
+Every solve, forward or backward, ends with one `Status` per sample. `Report` keeps both solves of a layer and estimates how far
+the answers are from the exact ones, from what the backward solve has seen of J anyway (`torchdil.linear.evidence`).
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, Protocol
@@ -81,6 +81,18 @@ class Spectrum(Protocol):
         ...
 
 
+class Evidence(Protocol):
+    """What a linear solver knows of its own error and of the forward solve's."""
+
+    def adjoint_error(self, stats: Stats) -> Tensor:
+        """Estimate of ‖g - g*‖ / ‖g*‖, (B,); `stats` are those of the solve."""
+        ...
+
+    def value_error(self, stats: Stats) -> Tensor | None:
+        """Estimate of ‖y - y*‖, (B,); None where F was not looked at."""
+        ...
+
+
 @dataclass
 class Stats:
     """The numbers of one solve, per sample.
@@ -96,6 +108,8 @@ class Stats:
         exact: False for methods that approximate on purpose (`JacobianFree`, `Neumann`): they do not "fail".
         norm: ‖y‖ (forward) or ‖g‖ (backward), (B,).
         damping: ε of the backward solve.
+        evidence: what the backward solve knows of the errors, worked out when asked for.
+        hint: √n |gᵀF| / ‖v‖, what the adjoint alone tells of ‖y - y*‖, (B,).
     """
 
     method: str
@@ -108,6 +122,8 @@ class Stats:
     exact: bool = True
     norm: Tensor | None = None
     damping: float = 0.0
+    evidence: Evidence | None = None
+    hint: Tensor | None = None
 
 
 class Result(NamedTuple):
@@ -161,28 +177,33 @@ class Report:
 
     @property
     def value_error(self) -> Tensor | None:
-        """Estimate of ‖y - y*‖ per sample: ‖F(y)‖ / θ_min, θ_min being the smallest that the cotangent let the backward see."""
-        return None if self.forward is None else self._over_smallest(self.forward.stats.residual)
+        """Estimate of ‖y - y*‖ per sample, meant as a bound: J⁻¹F as far as the backward solve has seen J, doubled.
+
+        None before the backward pass, with a preconditioner or an approximate solver, and after a tangent with J not symmetric.
+        """
+        if self.forward is None or self.backward is None or self.forward.status.shape != self.backward.status.shape:
+            return None
+        status, stats = self.backward
+        error = None if stats.evidence is None else stats.evidence.value_error(stats)
+        return None if error is None else error.reshape(status.shape)
 
     @property
     def adjoint_error(self) -> Tensor | None:
-        """Estimate of the relative error of g, hence of the gradient, from the backward solve: ‖v - Jᵀg‖ / (θ_min ‖g‖).
+        """Estimate of ‖g - g*‖ / ‖g*‖ per sample, meant as a bound: what the backward solve adds to the gradient's error.
 
-        The residual here is that of the system without damping, which is what the theorem asks for.
+        At most 1, a g that is wrong altogether. g* solves the system without damping, at the y that was found. NaN where there
+        was nothing to solve; None before the backward pass, with a preconditioner or an approximate solver.
         """
-        stats = None if self.backward is None else self.backward.stats
-        if stats is None or stats.norm is None:
+        if self.backward is None or self.backward.stats.evidence is None:
             return None
-        absolute = self._over_smallest(stats.residual + stats.damping * stats.norm)
-        return None if absolute is None else absolute / stats.norm.clamp_min(torch.finfo(absolute.dtype).tiny)
+        status, stats = self.backward
+        return None if stats.evidence is None else stats.evidence.adjoint_error(stats).reshape(status.shape)
 
-    def _over_smallest(self, residual: Tensor) -> Tensor | None:
-        ritz = self.ritz
-        if ritz is None or self.backward is None or residual.shape != ritz[0].shape:
-            return None
-        # Indefinite systems: the value nearest zero is what amplifies a residual.
-        nearest = torch.where(ritz[0] * ritz[1] > 0, torch.minimum(ritz[0].abs(), ritz[1].abs()), ritz[0].abs())
-        return residual / (nearest - self.backward.stats.damping).clamp_min(torch.finfo(nearest.dtype).tiny)
+    def plot(self) -> Any:
+        """A matplotlib figure: residuals of both solves step by step, extreme Ritz values, estimated errors."""
+        from torchdil.plot import plot_report  # matplotlib is for those who plot
+
+        return plot_report(self)
 
     def __repr__(self) -> str:
         return str(self)
@@ -198,10 +219,7 @@ class Report:
         errors = ["" if error is None or not error.numel() else f"{float(error.max()):.2e}" for error in known]
         if any(errors):
             rows.append(("estimated error of y, of g (relative)", errors[0], errors[1]))
-        rows.insert(0, ("", "forward", "backward"))
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+        return text_table([("", "forward", "backward"), *rows])
 
 
 @dataclass(frozen=True)
@@ -224,6 +242,13 @@ class Solution:
     def converged(self) -> Tensor:
         """Which samples converged, of shape () or (B,)."""
         return self.status == Status.converged
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text, the first one the headings, in aligned columns."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
 def check_policy(on_failure: str) -> None:
@@ -253,7 +278,7 @@ def mask_failed(g: Tensor, failed: Tensor, on_failure: str) -> Tensor:
 
 def _sentence(phase: str, outcome: Outcome, failed: Tensor) -> str:
     stats = outcome.stats
-    worst = _worst_sample(stats, failed)
+    worst = worst_sample(stats, failed)
     status = Status(int(outcome.status.reshape(-1)[worst]))
     residual, tolerance = float(stats.residual.reshape(-1)[worst]), float(stats.tolerance.reshape(-1)[worst])
     return (
@@ -285,7 +310,7 @@ def _describe(outcome: Outcome | None) -> dict[str, str]:
     names = [Status(code).name for code in codes.tolist()]
     if status.numel() > 1:
         names = [f"{name} {count}" for name, count in zip(names, counts.tolist(), strict=True)]
-    worst = _worst_sample(stats)
+    worst = worst_sample(stats)
     low, high = int(stats.steps.min()), int(stats.steps.max())
     return {
         "method": stats.method + ("" if stats.exact else " (approximate)"),
@@ -302,7 +327,7 @@ def _numbers(a: Tensor) -> Tensor:
     return a[~a.isnan()]
 
 
-def _worst_sample(stats: Stats, among: Tensor | None = None) -> int:
+def worst_sample(stats: Stats, among: Tensor | None = None) -> int:
     """The sample whose residual is largest against its tolerance."""
     excess = stats.residual / stats.tolerance.clamp_min(torch.finfo(stats.tolerance.dtype).tiny)
     excess = excess.nan_to_num(nan=float("inf"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torchdil.batch import Layout, map_tensors
 from torchdil.implicit import Condition, Point
 from torchdil.linear import Auto, LinearSolver
 from torchdil.linear.curvature import negative_curvature
-from torchdil.modes import full_precision, no_tangents, plain_saving, transforms_active
+from torchdil.modes import full_precision, no_tangents, observed_by, observer, plain_saving, transforms_active
 from torchdil.operator import Operator
 from torchdil.problem import Call, Problem, Statement
 from torchdil.solution import Report, Result, Solution, Stats, Status, handle_failure
@@ -31,6 +31,16 @@ from torchdil.transform import Implicit, check_captures
 
 # A solve that met its tolerance, taken relative to where it started, goes on if that was not enough where it ended.
 _ROUNDS = 3
+
+
+class Observer(Protocol):
+    """Looks over the shoulder of the solves of a call: `check_gradient` does."""
+
+    def begins(self, setting: Setting) -> None:
+        """A solve is about to begin; its settings may be changed."""
+
+    def found(self, setting: Setting, problem: Problem, start: Tensor, result: Result) -> Tensor | None:
+        """A solve has ended; a tensor is returned in place of the attached y."""
 
 
 def solve(
@@ -47,7 +57,7 @@ def solve(
     if isinstance(solver, type) or not (isinstance(solver, Solver) or callable(solver)):
         raise TypeError(f"solver must be a torchdil solver such as Newton() or a callable (fn, y0) -> y, got {solver!r}.")
     report = Report(statement.layout.batch_shape)
-    setting = _Setting(statement, _uncompiled(function), solver, _linear_solver(linear_solver), on_failure, report)
+    setting = Setting(statement, _uncompiled(function), solver, _linear_solver(linear_solver), on_failure, report)
     y = setting.attached(y0, args)
     assert setting.report.forward is not None
     status, stats = setting.report.forward
@@ -65,12 +75,12 @@ def attach_solution(
 ) -> Any:
     """Attach a solution that was found elsewhere."""
     report = Report(statement.layout.batch_shape)
-    setting = _Setting(statement, _uncompiled(function), None, _linear_solver(linear_solver), on_failure, report, symmetric)
+    setting = Setting(statement, _uncompiled(function), None, _linear_solver(linear_solver), on_failure, report, symmetric)
     return statement.layout.unravel(setting.attached(y, args))
 
 
 @dataclass
-class _Setting:
+class Setting:
     """One call: the problem, its solvers, its policy. `solver` None: y0 is the answer."""
 
     statement: Statement
@@ -103,9 +113,16 @@ class _Setting:
         first = pytree.tree_leaves(y0)[0]
         args = _cast_up(args, first)
         with full_precision(first):
-            return self.transformed(y0, args) if transforms_active() else self.plain(y0, args)
+            if transforms_active():
+                return self.transformed(y0, args)
+            watching = observer.get()
+            if watching is None:
+                return self.plain(y0, args)
+            with observed_by(None):  # solves inside the function are part of the function
+                watching.begins(self)
+                return self.plain(y0, args, watching)
 
-    def plain(self, y0: Any, args: tuple[Any, ...]) -> Tensor:
+    def plain(self, y0: Any, args: tuple[Any, ...], watching: Observer | None = None) -> Tensor:
         """y (B, n), found and attached by autograd."""
         statement, start = self.statement, self.layout.ravel(y0).detach().clone()  # the answer may be the start itself
         call, replay = self.counted(self.function), _replay(self.function)
@@ -122,6 +139,9 @@ class _Setting:
         with plain_saving():
             result, point = self.find(problem, condition, start, user_call)
         condition.failed = self.conclude(result)
+        replaced = None if watching is None else watching.found(self, problem, start, result)
+        if replaced is not None:
+            return replaced
         lost = result.status == Status.non_finite
         if self.on_failure == "zero" and bool(lost.any()):
             # Their gradient is zero, but zero times a derivative at infinity would be NaN, in parameters shared with others.
@@ -213,17 +233,17 @@ class _Setting:
             name = "given" if solver is None else getattr(solver, "__name__", type(solver).__name__)
             result = Result(y, torch.zeros_like(zeros, dtype=torch.long), Stats(name, zeros.long(), zeros, zeros))
             # Foreign solvers stop at tolerances of their own: ask for half the digits.
-            return self.judge(
-                result, point, start if solver is not None else None, batch.default_rtol(y.dtype) ** 0.5, 0.0
-            ), point
+            judged = self.judge(result, point, start if solver is not None else None, batch.default_rtol(y.dtype) ** 0.5, 0.0)
+            return self.curved(judged, point), point
         rtol = solver.accuracy(start.dtype)
         with no_tangents():
             size = torch.maximum(batch.norm(problem.evaluate(start)), _size(problem.operator(start), start, None))
+            size = torch.where(size.isfinite(), size, 0.0)  # a solver that samples may go on from there
             result = solver.solve(problem, start, (rtol * size).clamp_min(solver.atol))
         history, steps = result.stats.history, result.stats.steps
         for again in range(_ROUNDS):
             point = Point(condition, result.value)
-            judged = self.judge(result, point, start, rtol, solver.atol)
+            judged = self.judge(result, point, start, solver.accepted(start.dtype), solver.atol)
             refuted = (judged.status == Status.not_stationary) & (result.status == Status.converged)
             if again == _ROUNDS - 1 or not bool(refuted.any()):
                 break
@@ -232,7 +252,7 @@ class _Setting:
             history, steps = history + result.stats.history[1:], steps + result.stats.steps
         judged.stats.history, judged.stats.steps = history, steps
         condition.pairs = problem.pairs
-        return judged, point
+        return self.curved(judged, point), point
 
     def judge(self, result: Result, point: Point, start: Tensor | None, rtol: float, atol: float) -> Result:
         """The result with ‖F‖ at its value, and the status that follows from it."""
@@ -242,14 +262,20 @@ class _Setting:
             status = result.status
             solved = residual <= tolerance
             status = torch.where(~solved & (status == Status.converged), int(Status.not_stationary), status)
-            near = (status == Status.max_steps) | (status == Status.stagnated)
+            near = (status == Status.max_steps) | (status == Status.stagnated) | (status == Status.not_stationary)
             status = torch.where(solved & near, int(Status.converged), status)
             status = torch.where(batch.finite(y) & torch.isfinite(residual), status, int(Status.non_finite))
-            met = status == Status.converged
-            if self.statement.has_objective and not isinstance(self.solver, Newton) and bool(met.any()):  # Newton looks itself
-                status = torch.where(met & negative_curvature(point.operator), int(Status.negative_curvature), status)
             stats = replace(result.stats, residual=residual, tolerance=tolerance, norm=batch.norm(y), products=self.calls)
             return Result(y, status, stats)
+
+    def curved(self, result: Result, point: Point) -> Result:
+        """The result, its status `negative_curvature` where what was found is no minimum."""
+        met = result.status == Status.converged
+        if not self.statement.has_objective or isinstance(self.solver, Newton) or not bool(met.any()):  # Newton looks itself
+            return result
+        with no_tangents():
+            saddle = met & negative_curvature(point.operator)
+        return result._replace(status=torch.where(saddle, int(Status.negative_curvature), result.status))
 
     def conclude(self, result: Result) -> Tensor:
         """Write the forward half of the report, apply the policy; the samples that failed, (B,)."""

@@ -55,8 +55,12 @@ class Solver(ABC):
         """
 
     def accuracy(self, dtype: torch.dtype) -> float:
-        """rtol, or the default for the dtype."""
+        """What is asked for: rtol, or the default for the dtype."""
         return batch.default_rtol(dtype) if self.rtol is None else self.rtol
+
+    def accepted(self, dtype: torch.dtype) -> float:
+        """What counts as solved: the same, unless a solver cannot be expected to reach what it is asked for."""
+        return self.accuracy(dtype)
 
     def progress(self, problem: Problem, F: Tensor, tolerance: Tensor, patience: int, score: Tensor | None = None) -> Progress:
         """Bookkeeping for an iteration that starts with F, (B, n), and, for the table, the objective, (B,)."""

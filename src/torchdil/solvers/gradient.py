@@ -45,29 +45,30 @@ class GradientDescent(Solver):
         now = Iterate.at(problem, y0)
         progress = self.progress(problem, now.F, tolerance, 1000, now.merit)
         # The first step moves y by its own size, or by one.
-        step = batch.divide(batch.norm(y0).clamp_min(1.0), batch.norm(now.F))
+        step = batch.divide(batch.norm(y0).clamp_min(1.0), batch.norm(now.F)).detach()
         move, age = torch.zeros_like(y0), torch.zeros_like(step)
         while not progress.finished():
             start, direction = self._lead(problem, now, move, age)
+            stuck = torch.zeros_like(progress.running)
             if self.step_size is None:
                 new, moved = search(problem, start, direction, step, progress.running)
-                progress.stop(~moved, Status.stagnated)
-                new = new.where(moved, now)
+                new, stuck = new.where(moved, now), progress.running & ~moved
+                progress.stop(stuck & (batch.norm(move) == 0), Status.stagnated)  # else it goes on without its momentum
             else:
                 new = Iterate.at(problem, start.y + self.step_size * direction).where(progress.running, now)
-            dy, dF = new.y - start.y, new.F - start.F
+            dy, dF = (new.y - start.y).detach(), (new.F - start.F).detach()
             problem.remember(dy, dF)
             curvature = batch.divide(batch.dot(dy, dF), batch.dot(dy, dy))
             step = torch.where(curvature > 0, batch.divide(torch.ones_like(step), curvature), 2 * step)
-            uphill = batch.dot(start.F, new.y - now.y) > 0
-            age = torch.where(uphill, 0.0, age + 1)
-            move = direction if not self.nesterov else batch.select(uphill, torch.zeros_like(dy), new.y - now.y)
+            lost = stuck | (batch.dot(start.F, new.y - now.y) > 0) if self.nesterov else stuck
+            age = torch.where(lost, 0.0, age + 1)
+            move = batch.select(lost, torch.zeros_like(dy), new.y - now.y if self.nesterov else self.momentum * direction)
             now = new
             progress.advance(batch.norm(now.F), now.merit)
         return self.result(now.y, progress)
 
     def _lead(self, problem: Problem, now: Iterate, move: Tensor, age: Tensor) -> tuple[Iterate, Tensor]:
-        """Where to start the step, and where to: `move` is the last direction, or with Nesterov's momentum the last move."""
+        """Where to start the step, and where to: `move` is what the last step leads to: μ d, or Nesterov's y - y_last."""
         if self.nesterov:
             weight = torch.full_like(age, self.momentum) if self.momentum else (age - 1).clamp_min(0) / (age + 2)
             if not bool((weight > 0).any()):
@@ -75,9 +76,7 @@ class GradientDescent(Solver):
             ahead = Iterate.at(problem, now.y + batch.scale(weight, move))
             ahead = ahead.where(batch.finite(ahead.F), now)
             return ahead, -ahead.F
-        if not self.momentum:
-            return now, -now.F
-        direction = self.momentum * move - now.F
+        direction = move - now.F
         if self.step_size is None:  # a search needs a slope to descend
             direction = batch.select(batch.dot(direction, now.F) < 0, direction, -now.F)
         return now, direction

@@ -45,23 +45,27 @@ class LBFGS(Solver):
         now = Iterate.at(problem, y0)
         progress = self.progress(problem, now.F, tolerance, 200, now.merit)
         memory = _Memory(y0, self.history)
-        # The first step moves y by its own size, or by one; the later ones have the length of Newton's.
-        step = batch.divide(batch.norm(y0).clamp_min(1.0), batch.norm(now.F)).clamp_max(1.0)
+        step = _first_step(now)
         while not progress.finished():
             direction = -memory.apply(now.F)
             uphill = ~(batch.dot(direction, now.F) < 0)  # rounding, or NaN
             direction = batch.select(uphill, -now.F, direction)
             new, moved = search(problem, now, direction, step, progress.running, curvature=0.9)
-            fresh = memory.fresh | uphill
-            progress.stop(~moved & fresh, Status.stagnated)
-            memory.forget(~moved)  # where the memory led nowhere, the gradient may lead on
-            dy, dF = new.y - now.y, new.F - now.F
+            stuck = progress.running & ~moved
+            progress.stop(stuck & (memory.fresh | uphill), Status.stagnated)
+            memory.forget(stuck)  # where the memory led nowhere, the gradient may lead on
+            dy, dF = (new.y - now.y).detach(), (new.F - now.F).detach()
             memory.add(dy, dF)
             problem.remember(dy, dF)
             now = new
-            step = torch.where(moved, 1.0, batch.divide(batch.norm(now.y).clamp_min(1.0), batch.norm(now.F)).clamp_max(1.0))
+            step = torch.where(moved, 1.0, _first_step(now))
             progress.advance(batch.norm(now.F), now.merit)
         return self.result(now.y, progress)
+
+
+def _first_step(now: Iterate) -> Tensor:
+    """Without a memory the step moves y by its own size, or by one, but not further than the gradient is long."""
+    return batch.divide(batch.norm(now.y).clamp_min(1.0), batch.norm(now.F)).clamp_max(1.0).detach()
 
 
 class _Memory:
@@ -104,12 +108,13 @@ class _Memory:
         D = torch.diagonal(SQ, dim1=1, dim2=2)
         R = SQ.triu() + torch.diag_embed((D == 0).to(r.dtype))  # a step that is not used takes no part
         gamma = self.scaling[:, None]
-        Sr, Qr = _rows(self.S, r)[:, order], _rows(self.Q, r)[:, order]
+        S, Q = (self.S.clone(), self.Q.clone()) if r.requires_grad else (self.S, self.Q)  # a graph must not see later steps
+        Sr, Qr = _rows(S, r)[:, order], _rows(Q, r)[:, order]
         a = torch.linalg.solve_triangular(R, Sr.unsqueeze(2), upper=True).squeeze(2)
         inner = D * a + gamma * (_rows(QQ, a) - Qr)
         b = torch.linalg.solve_triangular(R.mT, inner.unsqueeze(2), upper=False).squeeze(2)
         b, a = (self._spread(c, order) for c in (b, a))
-        return gamma * r + _combine(self.S, b) - gamma * _combine(self.Q, a)
+        return gamma * r + _combine(S, b) - gamma * _combine(Q, a)
 
     def _spread(self, c: Tensor, order: Tensor) -> Tensor:
         """Coefficients in the order of storage, (B, m)."""

@@ -51,7 +51,7 @@ def search(
     is accepted if ‖F‖ and the slope fall instead (the approximate Wolfe condition of Hager and Zhang 2005).
     """
     is_argmin = problem.objective is not None
-    slope = batch.dot(start.F, direction) if is_argmin else -start.merit
+    slope = (batch.dot(start.F, direction) if is_argmin else -start.merit).detach()
     eps, size = torch.finfo(start.y.dtype).eps, start.merit.abs()
     # Rounding may have made such a change, the more so where the objective is a difference; and does make one below the second.
     noise, unseen = eps**0.5 * size, step * slope.abs() <= 10 * eps * size
@@ -60,11 +60,11 @@ def search(
     low, high = torch.zeros_like(step), torch.full_like(step, torch.inf)
     for _ in range(_MAX_TRIALS):
         trial = Iterate.at(problem, start.y + batch.scale(step, direction))
-        change = trial.merit - start.merit
+        change = (trial.merit - start.merit).detach()
         enough = change <= _SUFFICIENT * step * slope
         flat = ((change <= noise) | unseen) & (batch.norm(trial.F) < F_norm)
         if is_argmin:
-            slope_now = batch.dot(trial.F, direction)
+            slope_now = batch.dot(trial.F, direction).detach()
             flat = flat & (slope_now.abs() <= (1 - 2 * _SUFFICIENT) * slope.abs())
         fallen = open_ & (enough | flat) & batch.finite(trial.F)
         # A step that is too short is kept, in case no longer one is good.

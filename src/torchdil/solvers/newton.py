@@ -73,15 +73,15 @@ class Newton(Solver):
 
     def _direction(self, problem: Problem, now: Iterate) -> tuple[Tensor, Tensor]:
         """d with J d ≈ -F, downhill for an argmin; and where J was seen not to be positive definite."""
-        operator = problem.operator(now.y)
-        if problem.symmetric and self._factorises(now.y):
+        operator, is_argmin = problem.operator(now.y), problem.objective is not None
+        if is_argmin and self._factorises(now.y):
             return _downhill(operator, now.F)
-        krylov = CG(rtol=_INNER_RTOL) if problem.symmetric else GMRES(rtol=_INNER_RTOL)
+        krylov = CG(rtol=_INNER_RTOL) if is_argmin else GMRES(rtol=_INNER_RTOL)
         solver = self.linear_solver or (Dense() if self._factorises(now.y) else krylov)
         with torch.no_grad():
             direction, status, _ = solver.solve(operator, -now.F)
         saddle = status == Status.negative_curvature
-        if not problem.symmetric:
+        if not is_argmin:
             return direction, torch.zeros_like(saddle)
         uphill = ~(batch.dot(direction, now.F) < 0)
         return batch.select(uphill, -now.F, direction), saddle

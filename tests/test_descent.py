@@ -1,0 +1,216 @@
+"""Gradient descent with its momenta, and L-BFGS: against the textbooks, torch.optim and SciPy."""
+
+import pytest
+import scipy.optimize
+import torch
+
+import torchdil as dil
+from benchmarks.solvers import cases
+from torchdil.solvers.lbfgs import _Memory
+
+# Relative: the default rtol of 1e-10 times the condition numbers of the functions (Rosenbrock's is 2500).
+VALUE = 1e-6
+ROUNDING = 1e-12
+SINGLE = 1e-3  # float32: rtol 1e-5 times the condition number 100
+
+MINIMA = {
+    "Rosenbrock": [(1.0, 1.0)],
+    "Beale": [(3.0, 0.5)],
+    "Himmelblau": [
+        (3.0, 2.0),
+        (-2.805118086952745, 3.131312518250573),
+        (-3.779310253377747, -3.283185991286170),
+        (3.584428340330492, -1.848126526964404),
+    ],
+}
+ARGMINS = [case for case in cases() if case.kind == "argmin"]
+DESCENTS = [
+    dil.LBFGS(),
+    dil.LBFGS(history=1),
+    dil.Newton(),
+    dil.GradientDescent(),
+    dil.GradientDescent(momentum=0.9),
+    dil.GradientDescent(nesterov=True),
+]
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def minimum(case):
+    """The known minima, or what SciPy's trust region finds to rounding."""
+    if case.name in MINIMA:
+        return torch.tensor(MINIMA[case.name], dtype=torch.float64)
+    found = scipy.optimize.minimize(
+        lambda y: case.fn(torch.as_tensor(y)).item(),
+        case.y0.numpy(),
+        method="trust-exact",
+        jac=lambda y: case.residual(torch.as_tensor(y)).numpy(),
+        hess=lambda y: torch.func.jacfwd(case.residual)(torch.as_tensor(y)).numpy(),
+        options={"gtol": 1e-12},
+    )
+    return torch.as_tensor(found.x).unsqueeze(0)
+
+
+@pytest.mark.parametrize("solver", DESCENTS, ids=repr)
+@pytest.mark.parametrize("case", ARGMINS, ids=lambda case: case.name)
+def test_standard_functions(case, solver):
+    solution = dil.argmin(case.fn, case.y0, solver=solver)
+    assert solution.converged
+    nearest = (minimum(case) - solution.value).norm(dim=1).min()
+    assert nearest <= VALUE * solution.value.norm()
+
+
+@pytest.mark.parametrize("case", ARGMINS, ids=lambda case: case.name)
+def test_lbfgs_needs_about_as_many_evaluations_as_scipys(case):
+    calls = []
+
+    def value_and_gradient(y):
+        calls.append(y)
+        y = torch.as_tensor(y).requires_grad_()
+        value = case.fn(y)
+        return value.item(), torch.autograd.grad(value, y)[0].numpy()
+
+    solution = dil.argmin(case.fn, case.y0, solver=dil.LBFGS())
+    options = {"ftol": 0, "gtol": float(solution.stats.residual), "maxiter": 1000}
+    scipy.optimize.minimize(value_and_gradient, case.y0.numpy(), jac=True, method="L-BFGS-B", options=options)
+    assert solution.stats.products <= 1.5 * len(calls) + 10
+
+
+def two_loops(pairs, r):
+    """L-BFGS as in Nocedal and Wright (2006), algorithm 7.4, for one sample."""
+    alphas = []
+    for s, q in reversed(pairs):
+        alphas.append((s @ r) / (s @ q))
+        r = r - alphas[-1] * q
+    s, q = pairs[-1]
+    r = (s @ q) / (q @ q) * r
+    for (s, q), alpha in zip(pairs, reversed(alphas), strict=True):
+        r = r + (alpha - (q @ r) / (s @ q)) * s
+    return r
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4, 9])
+def test_the_memory_is_that_of_the_textbook(steps):
+    """Four slots, written round and round; in the second sample every other step has negative curvature and is left out."""
+    samples, n, history = 3, 6, 4
+    root = draw(samples, n, n)
+    H = root @ root.mT + torch.eye(n, dtype=torch.float64)
+    memory, known = _Memory(torch.zeros(samples, n, dtype=torch.float64), history), [[] for _ in range(samples)]
+    for k in range(steps):
+        s = draw(samples, n, seed=k + 1)
+        q = torch.einsum("bij,bj->bi", H, s)
+        if k % 2:
+            q[1] = -q[1]
+        memory.add(s, q)
+        for b in range(samples):
+            known[b].append((s[b], q[b]) if s[b] @ q[b] > 0 else None)
+    r = draw(samples, n, seed=99)
+    expected = torch.stack([two_loops([p for p in pairs[-history:] if p], r[b]) for b, pairs in enumerate(known)])
+    assert (memory.apply(r) - expected).norm() <= ROUNDING * expected.norm()
+
+
+def test_a_forgotten_memory_is_the_identity():
+    memory = _Memory(torch.zeros(2, 3, dtype=torch.float64), 4)
+    s = draw(2, 3)
+    memory.add(s, 2 * s)
+    memory.forget(torch.tensor([True, False]))
+    r = draw(2, 3, seed=1)
+    assert torch.equal(memory.apply(r)[0], r[0])
+    assert not torch.equal(memory.apply(r)[1], r[1])
+    assert memory.fresh.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_fixed_step_is_torchs_sgd(momentum):
+    target, steps = draw(4), 30
+    score = lambda y: (torch.arange(1, 5) * (y - target) ** 2).sum() + 0.1 * (y**4).sum()  # noqa: E731
+    solver = dil.GradientDescent(step_size=0.01, momentum=momentum, max_steps=steps)
+    solution = dil.argmin(score, torch.zeros_like(target), solver=solver, on_failure="ignore")
+    y = torch.zeros_like(target, requires_grad=True)
+    optimiser = torch.optim.SGD([y], lr=0.01, momentum=momentum)
+    for _ in range(steps):
+        y.grad = torch.autograd.grad(score(y), y)[0]
+        optimiser.step()
+    assert (solution.value - y).norm() <= ROUNDING * y.norm()
+
+
+CURVATURE = torch.logspace(0, -4, 20, dtype=torch.float64)
+
+
+def quadratic(steps, **settings):
+    """Where a fixed number of steps of length 1/λ_max leads on ½ Σ λ y², from ones."""
+    solver = dil.GradientDescent(step_size=1.0, max_steps=steps, **settings)
+    y0 = torch.ones_like(CURVATURE)
+    return dil.argmin(lambda y: 0.5 * (CURVATURE * y**2).sum(), y0, solver=solver, on_failure="ignore").value
+
+
+def test_momentum_has_the_rate_of_the_textbook():
+    """(1 - λ)^k for each unknown by gradient descent; (1 - 1/√κ)^k for all by Nesterov's momentum (√κ - 1)/(√κ + 1)."""
+    steps, root = 1000, (CURVATURE[0] / CURVATURE[-1]).sqrt().item()
+    plain = quadratic(steps)
+    assert (plain - (1 - CURVATURE) ** steps).norm() <= ROUNDING
+    best = quadratic(steps, momentum=(root - 1) / (root + 1), nesterov=True)
+    assert best.norm() <= 10 * (1 - 1 / root) ** steps * 20**0.5
+    assert quadratic(steps, nesterov=True).norm() <= 0.05 * plain.norm()
+
+
+def test_a_step_that_is_too_long_ends_as_non_finite():
+    solver = dil.GradientDescent(step_size=10.0)
+    x = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    with pytest.warns(dil.ConvergenceWarning, match="non_finite"):
+        solution = dil.argmin(lambda y: (y[:, 0] - x) ** 4, x.unsqueeze(1) * 0, solver=solver)
+    assert solution.status.tolist() == [dil.Status.converged, dil.Status.non_finite]
+
+
+@pytest.mark.parametrize("solver", [dil.LBFGS(), dil.GradientDescent(nesterov=True)], ids=repr)
+def test_many_unknowns_and_single_precision(solver):
+    x = draw(3, 5000).float()
+    weight = torch.linspace(0.1, 10, 5000)
+    score = lambda y: (weight * (y - x) ** 2).sum(1) + torch.cosh(0.1 * y).sum(1)  # noqa: E731
+    solution = dil.argmin(score, torch.zeros_like(x), solver=solver)
+    assert bool(solution.converged.all()) and solution.value.dtype == torch.float32
+    expected = dil.argmin(score, torch.zeros_like(x)).value
+    assert (solution.value - expected).norm() <= SINGLE * expected.norm()
+
+
+def test_half_precision_does_not_fail():
+    x = draw(2, 4).to(torch.bfloat16)
+    score = lambda y: ((y - x) ** 2).sum(1)  # noqa: E731
+    solution = dil.argmin(score, torch.zeros_like(x), solver=dil.GradientDescent(), on_failure="ignore")
+    assert (solution.value - x).norm() <= 0.05 * x.norm()
+
+
+@pytest.mark.parametrize("solver", [dil.LBFGS(), dil.GradientDescent(), dil.GradientDescent(nesterov=True)], ids=repr)
+def test_gradients_and_transforms(solver):
+    def solve(x, a, solver=solver):
+        score = lambda y, x, a: 0.5 * (y - x).square().sum() + a * (y**4).sum()  # noqa: E731
+        return dil.argmin(score, torch.zeros(2, dtype=torch.float64), (x, a), solver=solver).value
+
+    xs, a = draw(5, 2), torch.tensor(0.3, dtype=torch.float64)
+    exact = [torch.func.jacrev(lambda x, x0=x: solve(x, a, dil.Newton(rtol=1e-14)))(x) for x in xs]
+    for x, jacobian in zip(xs, exact, strict=True):
+        assert (torch.func.jacrev(solve)(x, a) - jacobian).norm() <= VALUE * jacobian.norm()
+    many = torch.func.vmap(torch.func.jacrev(solve), (0, None))(xs, a)
+    assert (many - torch.stack(exact)).norm() <= VALUE * many.norm()
+    assert torch.func.grad(lambda x: solve(x, a).sum())(xs[0]).shape == (2,)
+
+
+@pytest.mark.parametrize("solver", [dil.LBFGS(), dil.GradientDescent()], ids=repr)
+def test_a_root_is_refused(solver):
+    with pytest.raises(ValueError, match=rf"solver={type(solver).__name__}\(\) needs an argmin, got a root"):
+        dil.root(lambda y: y - 1, torch.zeros(2), solver=solver)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dil.LBFGS(history=0), "history must be at least 1, got 0"),
+        (lambda: dil.GradientDescent(momentum=1.0), "momentum must be at least 0 and less than 1, got 1.0"),
+        (lambda: dil.GradientDescent(step_size=0.0), "step_size must be a number > 0 or None, got 0.0"),
+    ],
+)
+def test_bad_fields(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
