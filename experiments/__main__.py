@@ -13,7 +13,7 @@ import torchdil as dil
 from benchmarks import core, scale
 from benchmarks.__main__ import machine
 from benchmarks.tables import machine as in_words
-from experiments import page, trust
+from experiments import kepler, kepler_page, page, trust
 
 RESULTS = Path("results")
 # Unknowns of the large problems, and how often they are timed.
@@ -38,6 +38,8 @@ def main() -> None:
     began = time.perf_counter()
     print("gradient quality ...", flush=True)
     quality = trust.run(trust.Config.preset(options.preset), options.seed)
+    print("Kepler's equation ...", flush=True)
+    inexact = kepler.run(kepler.Config.preset(options.preset), options.seed)
     unknowns, repeats = SIZES[options.preset]
     large = []
     for name in scale.energies(16):
@@ -50,6 +52,7 @@ def main() -> None:
     results = {"machine": about, "preset": options.preset, "trust": quality, "scale": large, "isolation": isolation}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "core.json").write_text(json.dumps(results | {"warm_start": warm} | rows, indent=2) + "\n")
+    (RESULTS / "kepler.json").write_text(json.dumps(inexact | {"machine": about}) + "\n")
     sections = [
         (
             "What a layer says of its gradient",
@@ -65,6 +68,22 @@ def main() -> None:
             )
             + page.vector_graphic(trust.figure(quality))
             + page.table(quality["rows"]),
+        ),
+        (
+            "Kepler's equation: how exact must the inner solution be?",
+            page.paragraph(
+                "E(e) = argmin_u (u - e sin u - M)², and e is learned so that E(e) meets a target (the paper's Figure 1). An "
+                "arrow is one step of learning at a point (e, u) that need not solve the inner problem: minus the gradient in "
+                "e, a step of gradient descent on the score in u."
+            )
+            + page.paragraph(kepler_page.answer(inexact))
+            + page.gallery(list(kepler_page.figures(inexact).values()))
+            + page.table(kepler_page.field_rows(inexact))
+            + page.paragraph(
+                f"Inexact inner solutions in {inexact['config']['runs']} random problems: errors at the first e, and how "
+                "learning fared from cold and warm starts, judged by the exact E; medians."
+            )
+            + page.table(kepler_page.inexact_rows(inexact)),
         ),
         (
             f"A backward pass at {unknowns:,} unknowns",

@@ -15,8 +15,12 @@ h1 { font-size: 1.7rem; margin: 0 0 .3rem; } h2 { font-size: 1.2rem; margin: 2.4
 p { margin: .4rem 0 .8rem; max-width: 46rem; } .soft { color: var(--soft); font-size: .92rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
 th, td { text-align: left; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { font-weight: 600; } figure { margin: .6rem 0; background: #fff; border-radius: 6px; padding: .4rem; }
-figure svg { width: 100%; height: auto; display: block; } pre { overflow-x: auto; font-size: .85rem; line-height: 1.4; }
+th { font-weight: 600; } td:first-child { white-space: normal; min-width: 6rem; }
+figure { margin: .6rem 0; background: #fff; border-radius: 6px; padding: .4rem; }
+figure svg { width: 100%; height: auto; display: block; }
+.gallery { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); gap: .8rem;
+  align-items: start; margin: .6rem 0 1rem; }
+.gallery figure { margin: 0; } pre { overflow-x: auto; font-size: .85rem; line-height: 1.4; }
 """
 
 
@@ -54,6 +58,11 @@ def vector_graphic(fig: Any) -> str:
     fig.savefig(buffer, format="svg")
     text = buffer.getvalue()
     return f"<figure>{text[text.index('<svg') :]}</figure>"
+
+
+def gallery(figures: list[Any]) -> str:
+    """Narrow figures, side by side where there is room, one below the other on a phone."""
+    return f'<div class="gallery">{"".join(map(vector_graphic, figures))}</div>'
 
 
 def _format(value: Any) -> str:
