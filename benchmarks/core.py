@@ -88,13 +88,46 @@ def preconditioners(samples: int = 16, unknowns: int = 200) -> list[dict[str, ob
             solution = dil.argmin(
                 lambda y, parameter=parameter, problem=problem: problem(y) + (parameter * y).sum(1),
                 torch.zeros_like(x),
-                solver=dil.GradientDescent(rtol=1e-3),
+                solver=dil.LBFGS(rtol=1e-6),
                 linear_solver=dil.CG(rtol=1e-6, preconditioner=preconditioner),
             )
             solution.value.sum().backward()
             assert solution.report.backward is not None
             row[name] = solution.report.backward.stats.products
         rows.append(row)
+    return rows
+
+
+def ill_conditioned(steps: int = 10, samples: int = 8, unknowns: int = 100) -> list[dict[str, object]]:
+    """Products in the backward passes of a training run on a batch with condition numbers from 10 to 10⁵, the ways combined."""
+    rows: list[dict[str, object]] = []
+    for preconditioner in (None, dil.Jacobi()):
+        for warm in (False, True):
+            generator = torch.Generator().manual_seed(0)
+            powers = torch.linspace(1, 5, samples, dtype=torch.float64).unsqueeze(1)
+            curvature = 10 ** (powers * torch.linspace(0, 1, unknowns, dtype=torch.float64))
+            weights = (_random(generator, unknowns, unknowns) / unknowns**0.5).requires_grad_()
+            x, target = _random(generator, samples, unknowns), _random(generator, samples, unknowns)
+
+            def score(y: Tensor, x: Tensor, weights: Tensor = weights, curvature: Tensor = curvature) -> Tensor:
+                return 0.5 * (curvature * (y - x).square()).sum(1) + softplus(y @ weights).sum(1)
+
+            cg = dil.CG(rtol=1e-6, preconditioner=preconditioner)
+            layer = dil.ArgminLayer(
+                score, linear_solver=dil.WarmStart(cg) if warm else cg, init=dil.LastSolution((unknowns,)), on_failure="raise"
+            )
+            optimiser = torch.optim.SGD([weights], lr=1e-2)
+            products = 0
+            for _ in range(steps):
+                optimiser.zero_grad()
+                (layer(x) - target).square().mean().backward()
+                optimiser.step()
+                assert layer.report is not None and layer.report.backward is not None
+                products += layer.report.backward.stats.products
+            name = "none" if preconditioner is None else "Jacobi()"
+            rows.append({"preconditioner": name, "warm_start": warm, "products": products})
+    for row in rows:
+        row["saved"] = round(1 - int(str(row["products"])) / int(str(rows[0]["products"])), 3)
     return rows
 
 

@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/numbers.md, from `benchmarks/results/core.json`."""
+"""The tables of README.md, docs/numbers.md and docs/solvers.md, from `benchmarks/results/*.json`."""
 
 from __future__ import annotations
 
@@ -49,6 +49,10 @@ Measured by `make bench` ({machine(results)}); all of it in [docs/numbers.md](do
 def numbers(results: dict[str, Any]) -> str:
     """docs/numbers.md."""
     isolation, warm = results["isolation"], results["warm_start"]
+    ill = [
+        [row["preconditioner"], "yes" if row["warm_start"] else "no", row["products"], f"{row['saved']:.0%}"]
+        for row in results["ill_conditioned"]
+    ]
     strategies = [[row["unknowns"], row["backward"], row["forward"], row["traced"]] for row in results["strategies"]]
     preconditioners = [list(row.values()) for row in results["preconditioners"]]
     return f"""# Numbers
@@ -75,14 +79,22 @@ One sample made ill-conditioned (10¹⁰) {change(isolation)}.
 Products with the Hessian in {warm["training_steps"]} training steps on the same data, CG to 1e-6: {warm["cold"]} from zero,
 {warm["warm"]} from the last solution ({warm["saved"]:.0%} saved).
 
+## An ill-conditioned batch
+
+Eight problems of 100 unknowns with condition numbers from 10 to 10⁵ and unknowns of very different scales, ten training steps:
+products with the Hessian in all backward solves, CG to 1e-6.
+
+{markdown(["preconditioner", "warm start", "products", "saved"], ill)}
+
 ## Preconditioners
 
 Products of one backward solve by CG to 1e-6, those that make the preconditioner included; 16 problems of 200 unknowns; the
-forward solver is gradient descent, whose steps `SecantMemory` re-uses.
+forward solver is L-BFGS, whose steps `SecantMemory` re-uses.
 
 {markdown(["curvature", "none", "Jacobi()", "Nystrom()", "SecantMemory()"], preconditioners)}
 
-A preconditioner pays where it fits the curvature, and costs where it does not.
+A preconditioner pays where it fits the curvature, and costs where it does not. The steps of the forward solver, of which there
+are few and all in the directions that it had to go, say too little of the Hessian to help here.
 
 ## Ways to make a product
 
@@ -90,6 +102,47 @@ CPU time of one product with the Hessian of a small network's energy, relative t
 
 {markdown(["unknowns", "backward", "forward", "traced"], strategies)}
 """
+
+
+def solvers(results: dict[str, Any]) -> str:
+    """docs/solvers.md."""
+    blocks = []
+    for problem in dict.fromkeys(row["problem"] for row in results["solvers"]):
+        rows = [_solver_row(row) for row in results["solvers"] if row["problem"] == problem]
+        headings = ["solver", "status", "steps", "calls", "backward passes", "error"]
+        headings += ["SciPy's", "success", "steps", "calls", "gradients", "error"]
+        blocks.append(f"## {problem}\n\n{markdown(headings, rows)}")
+    speed = results["batch_speed"]
+    tables = "\n\n".join(blocks)
+    return f"""# Solvers in numbers
+
+Written by `make bench` from `benchmarks/results/solvers.json`: {machine(results)}.
+
+Every forward solver on the problems it is for, at its default tolerance, beside SciPy's method called by hand with exact
+derivatives. *Calls* are calls of the function, those that check its result included; sampling solvers evaluate all particles
+in one call. *Backward passes* are gradients and, for Newton's methods, products with the Hessian. The *error* is the relative
+distance to the exact solution next to the answer. Foreign solvers (`SciPy`, `TorchOptim`) are accepted with half the digits.
+
+{tables}
+
+## A batch against a loop
+
+{speed["samples"]} problems of {speed["unknowns"]} unknowns, float64, CPU time on one thread, medians of interleaved runs:
+`LBFGS()` on the batch against Python loops over its samples.
+
+{markdown(["a loop of", "time / time of the batch"], [list(item) for item in speed["faster_than_a_loop_of"].items()])}
+
+The answers agree to {speed["largest_difference"]:.0e}.
+"""
+
+
+def _solver_row(row: dict[str, Any]) -> list[Any]:
+    ours = [f"`{row['solver']}`", row["status"], row["steps"], row["calls"], row["passes"], f"{row['error']:.0e}"]
+    if "scipy" not in row:
+        return ours + [""] * 6
+    success = "yes" if row["scipy_success"] else "no"
+    theirs = [row["scipy"], success, row["scipy_steps"], row["scipy_calls"], row["scipy_gradients"]]
+    return [*ours, *theirs, f"{row['scipy_error']:.0e}"]
 
 
 def change(isolation: dict[str, Any]) -> str:
@@ -106,9 +159,10 @@ def machine(results: dict[str, Any]) -> str:
     return f"torchdil {at['torchdil']}, torch {at['torch']}, {at['cpu']}, {at['threads']} thread, seed {at['seed']}"
 
 
-def update(results: dict[str, Any], root: Path) -> None:
+def update(core: dict[str, Any], forward: dict[str, Any], root: Path) -> None:
     """Write the tables where readers find them."""
     path = root / "README.md"
     text = path.read_text()
-    path.write_text(text[: text.index(BEGIN)] + readme(results) + text[text.index(END) + len(END) :])
-    (root / "docs" / "numbers.md").write_text(numbers(results))
+    path.write_text(text[: text.index(BEGIN)] + readme(core) + text[text.index(END) + len(END) :])
+    (root / "docs" / "numbers.md").write_text(numbers(core))
+    (root / "docs" / "solvers.md").write_text(solvers(forward))

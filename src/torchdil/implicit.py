@@ -83,6 +83,8 @@ class Condition:
             remainder = rhs - operator.product(transpose)(value) - self.linear_solver.damping * value
             stats.residual, stats.norm = batch.norm(remainder), batch.norm(value)
             stats.products, stats.damping = stats.products + 1, self.linear_solver.damping
+            if operator.watched is not None and (transpose or operator.symmetric):
+                stats.hint = rhs.shape[1] ** 0.5 * batch.dot(value, operator.watched).abs() / batch.norm(rhs)
             missed = (status == Status.converged) & ~(stats.residual <= _SLACK * stats.tolerance)
             if bool(missed.any()):
                 if stats.spectrum is not None:
@@ -110,6 +112,7 @@ class Point:
             leaf, self.F, self._boundary, self._hidden = _evaluate(condition, y)
         primal = fwd.unpack_dual(self.F).primal if tangents_active() else self.F
         self.operator = Operator(condition.residual, y, condition.symmetric, graph=(leaf, primal), key=condition.key)
+        self.operator.watched = primal.detach()
 
     @property
     def leaves(self) -> list[Tensor]:

@@ -47,6 +47,7 @@ class Operator:
     Attributes:
         products: how many products have been made.
         pairs: secant pairs (Δy, ΔF) left by the forward solver, for preconditioners that use them.
+        watched: F, (B, n), where the solve with J is to learn of J⁻¹F on the side.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Operator:
         self.symmetric = symmetric
         self.products = 0
         self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.watched: Tensor | None = None
         self._graph = graph
         self._key = key
         self._made: dict[tuple[str, bool], Product] = {}

@@ -109,6 +109,8 @@ class _Linear:
             failed=failed[:, 0] > 0,
         )
         operator = Operator(condition.residual, y, condition.symmetric)
+        if isinstance(self.parent, Implicit):
+            operator.watched = operator.graph()[1].detach()
         return condition.solve(operator, rhs, self.transpose), failed.clone()
 
     def vmapped(self, size: int, in_dims: Sequence[int | None]) -> _Linear:

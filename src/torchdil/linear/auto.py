@@ -17,6 +17,7 @@ from torchdil.linear.base import LinearSolver
 from torchdil.linear.bicgstab import BiCGStab
 from torchdil.linear.cg import CG
 from torchdil.linear.dense import Dense
+from torchdil.linear.evidence import Chosen
 from torchdil.linear.gmres import GMRES
 from torchdil.linear.minres import MINRES
 from torchdil.linear.spectrum import Either
@@ -105,5 +106,6 @@ def _combine(first: Result, second: Result, failed: Tensor) -> Result:
         products=a.products + b.products,
         history=a.history + [torch.where(failed, residual, a.residual) for residual in b.history[1:]],
         spectrum=Either(better, a.spectrum, b.spectrum) if a.spectrum and b.spectrum else a.spectrum or b.spectrum,
+        evidence=Chosen(better, a.evidence, b.evidence) if a.evidence and b.evidence else a.evidence or b.evidence,
     )
     return Result(batch.select(better, second.value, first.value), pick(first.status, second.status), stats)

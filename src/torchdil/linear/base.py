@@ -18,7 +18,7 @@ from torch import Tensor
 from torchdil import batch
 from torchdil.operator import STRATEGIES, Operator, Product
 from torchdil.progress import Progress
-from torchdil.solution import Result, Spectrum, Stats, Status
+from torchdil.solution import Evidence, Result, Spectrum, Stats, Status
 
 # ‖A‖ ‖x‖ / ‖rhs‖ beyond which the x of a failed solve is the noise of a singular A, not a part of a solution.
 _WILD = 1e8
@@ -88,6 +88,10 @@ class LinearSolver(ABC):
             return self.preconditioner.build(operator, transpose, self.damping)
         return self.preconditioner
 
+    def watched(self, operator: Operator, transpose: bool) -> Tensor | None:
+        """F, if the steps can tell something of J⁻¹F: those of a solve with Jᵀ, without a preconditioner."""
+        return operator.watched if (transpose or operator.symmetric) and self.preconditioner is None else None
+
     def tolerance(self, rhs: Tensor) -> Tensor:
         """The residual to reach per sample, (B,)."""
         rtol = batch.default_rtol(rhs.dtype) if self.rtol is None else self.rtol
@@ -112,10 +116,18 @@ class LinearSolver(ABC):
         return Progress(residual, self.tolerance(rhs), max_steps, patience=max(100, min(n, 1000)))
 
     def result(
-        self, x: Tensor, progress: Progress, method: str, products: int, spectrum: Spectrum | None = None, exact: bool = True
+        self,
+        x: Tensor,
+        progress: Progress,
+        method: str,
+        products: int,
+        spectrum: Spectrum | None = None,
+        evidence: Evidence | None = None,
+        exact: bool = True,
     ) -> Result:
-        """What an iterative solver returns once `progress` is finished."""
+        """What an iterative solver returns once `progress` is finished; with a preconditioner J itself is not known."""
         status = progress.status()
+        known = self.preconditioner is None and len(progress.history) > 1
         stats = Stats(
             method=method,
             steps=progress.steps,
@@ -123,7 +135,8 @@ class LinearSolver(ABC):
             tolerance=progress.tolerance,
             products=products,
             history=progress.history,
-            spectrum=spectrum,
+            spectrum=spectrum if known else None,
+            evidence=evidence if known else None,
             exact=exact,
         )
         return Result(x, status, stats)

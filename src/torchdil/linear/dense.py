@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.linear.base import LinearSolver
+from torchdil.linear.evidence import Factored
 from torchdil.linear.spectrum import Matrix
 from torchdil.operator import Operator
 from torchdil.solution import Result, Stats, Status
@@ -63,6 +64,7 @@ class Dense(LinearSolver):
             tolerance=tolerance.to(rhs.dtype),
             products=operator.products - before,
             spectrum=Matrix(A, operator.symmetric),
+            evidence=Factored(A, b, x, operator.watched if transpose or operator.symmetric else None),
         )
         value = torch.where(whole.unsqueeze(1), x, torch.nan).to(rhs.dtype)
         return Result(value, torch.where(whole, status, int(Status.non_finite)), stats)

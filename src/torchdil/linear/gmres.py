@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.linear.base import LinearSolver
+from torchdil.linear.evidence import Steps
 from torchdil.linear.spectrum import Matrix
 from torchdil.operator import Operator
 from torchdil.solution import Result, Status
@@ -48,6 +49,8 @@ class GMRES(LinearSolver):
         eps = torch.finfo(rhs.dtype).eps
         largest, size = torch.zeros_like(rhs[:, 0]), torch.zeros_like(rhs[:, 0])  # of A M⁻¹, of A
         spectrum = None
+        watched, seen = self.watched(operator, transpose), torch.zeros_like(largest)
+        lengths: list[Tensor] = []
         progress = self.progress(batch.norm(r), rhs)
         while not progress.finished():
             beta = batch.norm(r)
@@ -86,10 +89,15 @@ class GMRES(LinearSolver):
                 estimates.append(torch.where(active, beta * Q[:, k + 1, 0].abs(), estimates[-1]))
                 progress.advance(estimates[-1])
             k = len(estimates) - 1
-            if spectrum is None and self.preconditioner is None:  # the first cycle is the longest
+            if spectrum is None:  # the first cycle is the longest
                 stepped = (progress.steps > 0)[:, None, None]
                 spectrum = Matrix(torch.where(stepped, H[:, : k + 1, :k], torch.nan))
-            u = _trusted(R[:, :k, :k], g[:, :k], torch.stack(estimates, dim=1), eps * largest)
+            inverse = _inverse(R[:, :k, :k])
+            u = _trusted(inverse, g[:, :k], torch.stack(estimates, dim=1), eps * largest)
+            lengths += torch.linalg.vector_norm(inverse * g[:, None, :k], dim=1).unbind(1)
+            if watched is not None:  # A V R⁻¹ has orthonormal columns; untaken ones have no part in R⁻ᵀ
+                parts = inverse.mT @ (V[:, :k] @ watched.unsqueeze(2))
+                seen = torch.maximum(seen, batch.norm(torch.where(g[:, :k] != 0, parts.squeeze(2), 0.0)))
             trial = x + precondition((u.unsqueeze(1) @ V[:, :k]).squeeze(1))
             r_trial = rhs - system(trial)
             better = (batch.norm(r_trial) < beta) & (u != 0).any(dim=1)
@@ -98,7 +106,8 @@ class GMRES(LinearSolver):
             progress.settle(refuted & ~(batch.norm(r) < 0.5 * beta), self.attainable(size, x, rhs))
         x = self.tamed(x, size, rhs, progress)
         method = ("preconditioned " if self.preconditioner is not None else "") + f"GMRES({self.restart})"
-        return self.result(x, progress, method, operator.products - before, spectrum)
+        evidence = Steps(lengths, progress.history, seen=None if watched is None else seen)
+        return self.result(x, progress, method, operator.products - before, spectrum, evidence)
 
 
 def _orthogonalise(w: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,16 +122,20 @@ def _orthogonalise(w: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     return w, (first + second).squeeze(2)
 
 
-def _trusted(R: Tensor, g: Tensor, estimates: Tensor, rounding: Tensor) -> Tensor:
-    """The solution u of R u = g by as many columns as do good, (B, k).
+def _inverse(R: Tensor) -> Tensor:
+    """R⁻¹ of triangles, (B, k, k)."""
+    known = R if R.dtype in (torch.float32, torch.float64) else R.float()  # LAPACK knows no half precision
+    eye = torch.eye(R.shape[1], dtype=known.dtype, device=R.device)
+    return torch.linalg.solve_triangular(known, eye, upper=True).to(R.dtype)
+
+
+def _trusted(inverse: Tensor, g: Tensor, estimates: Tensor, rounding: Tensor) -> Tensor:
+    """The solution u = R⁻¹ g by as many columns as do good, (B, k).
 
     With j columns the residual is estimates[j] plus what rounding makes of the product A u, some eps ‖A‖ ‖u‖. Where A is
     singular the last columns lower the former and blow up the latter; the first j that is as good as any is taken.
     """
     eps = torch.finfo(g.dtype).eps
-    R = R if R.dtype in (torch.float32, torch.float64) else R.float()  # LAPACK knows no half precision
-    eye = torch.eye(g.shape[1], dtype=R.dtype, device=g.device)
-    inverse = torch.linalg.solve_triangular(R, eye, upper=True).to(g.dtype)
     solutions = torch.nn.functional.pad((inverse * g.unsqueeze(1)).cumsum(dim=2), (1, 0))  # column j: by j columns
     expected = estimates + 20 * rounding.unsqueeze(1) * torch.linalg.vector_norm(solutions, dim=1)
     good = expected <= (1 + min(1e4 * eps, 0.1)) * expected.amin(dim=1, keepdim=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.linear.base import LinearSolver
+from torchdil.linear.evidence import Steps
 from torchdil.linear.spectrum import Tridiagonal
 from torchdil.operator import Operator, Product
 from torchdil.progress import Progress
@@ -42,9 +43,11 @@ class MINRES(LinearSolver):
         spectrum = None
         least_squares = torch.zeros_like(rhs[:, 0], dtype=torch.bool)
         progress = self.progress(batch.norm(r), rhs)
+        watched = self.watched(operator, transpose)
+        evidence = Steps([], progress.history, seen=None if watched is None else torch.zeros_like(rhs[:, 0]))
         while not progress.finished():
             size = batch.divide(batch.norm(rhs - r), batch.norm(x))  # what x says of ‖A‖
-            step, size, ritz, stopped = _minimise(system, precondition, r, size, progress)
+            step, size, ritz, stopped = _minimise(system, precondition, r, size, progress, watched, evidence)
             least_squares = least_squares | stopped
             spectrum = spectrum or ritz  # the first is the longest
             trial = x + step
@@ -58,8 +61,7 @@ class MINRES(LinearSolver):
             part = torch.where(least_squares, batch.divide(batch.dot(x, r), batch.dot(r, r)), 0.0)
             x = x - batch.scale(part, r)
         method = ("preconditioned " if precondition is not None else "") + "MINRES"
-        known = spectrum if precondition is None else None
-        return self.result(x, progress, method, operator.products - before, known)
+        return self.result(x, progress, method, operator.products - before, spectrum, evidence)
 
 
 def _minimise(
@@ -68,6 +70,8 @@ def _minimise(
     r: Tensor,
     size: Tensor,
     progress: Progress,
+    watched: Tensor | None,
+    evidence: Steps,
 ) -> tuple[Tensor, Tensor, Tridiagonal, Tensor]:
     """The step from where the residual is r, ‖A‖, the Lanczos coefficients, and who stopped because A r = 0."""
     eps = torch.finfo(r.dtype).eps
@@ -111,7 +115,11 @@ def _minimise(
         d, d_old = batch.scale(torch.where(active, batch.divide(one, gamma), 0.0), v - step), d
         c_old, s_old = c, s
         c, s = batch.divide(rest, gamma), batch.divide(beta_new, gamma)
-        x.addcmul_(torch.where(active, c * phi, 0.0).unsqueeze(1), d)
+        move = torch.where(active, c * phi, 0.0)
+        x.addcmul_(move.unsqueeze(1), d)
+        evidence.lengths.append(move.abs() * batch.norm(d))
+        if watched is not None and evidence.seen is not None:  # A d is a unit vector, orthogonal to those before
+            evidence.seen = torch.hypot(evidence.seen, torch.where(active, batch.dot(d, watched), 0.0))
         phi = torch.where(active, -s * phi, phi)
         if precondition is None:
             estimate = torch.where(active, phi.abs(), progress.history[-1])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.linear.base import LinearSolver
+from torchdil.linear.evidence import Steps
 from torchdil.linear.spectrum import Ritz
 from torchdil.operator import Operator
 from torchdil.solution import Result, Status
@@ -41,6 +42,8 @@ class NormalCG(LinearSolver):
         eps = torch.finfo(rhs.dtype).eps
         alphas: list[Tensor] = []
         betas: list[Tensor] = []
+        lengths: list[Tensor] = []
+        watched, seen = self.watched(operator, transpose), torch.zeros_like(sz)
         progress = self.progress(batch.norm(r), rhs)
         while not progress.finished():
             q = system(p)
@@ -51,6 +54,9 @@ class NormalCG(LinearSolver):
             progress.stop((curvature <= (10 * eps) ** 2 * largest) & (largest < torch.inf), Status.breakdown)
             alpha = torch.where(progress.running, batch.divide(sz, qq), 0.0)
             x.addcmul_(alpha.unsqueeze(1), p)
+            lengths.append(alpha * p_norm2.sqrt())
+            if watched is not None:
+                seen = seen + torch.where(progress.running, batch.divide(batch.dot(p, watched).square(), qq), 0.0)
             r.addcmul_(alpha.unsqueeze(1), q, value=-1)
             s = adjoint(r)
             z = precondition(s)
@@ -65,8 +71,8 @@ class NormalCG(LinearSolver):
             # Aᵀr is zero to rounding: this is the least-squares solution, and rhs is not in the range of A.
             flat = sz <= (100 * eps * r_norm).square() * largest
             progress.stop(flat & (largest < torch.inf), Status.stagnated)
-        spectrum = Ritz(alphas, betas, squared=True) if self.preconditioner is None and alphas else None
-        return self.result(x, progress, "NormalCG", operator.products - before, spectrum)
+        evidence = Steps(lengths, progress.history, seen=None if watched is None else seen.sqrt())
+        return self.result(x, progress, "NormalCG", operator.products - before, Ritz(alphas, betas, squared=True), evidence)
 
     def _for_normal_equations(self, operator: Operator, transpose: bool) -> Callable[[Tensor], Tensor]:
         """s -> M⁻¹ s with M ≈ AᵀA."""
