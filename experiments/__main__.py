@@ -13,7 +13,7 @@ import torchdil as dil
 from benchmarks import core, scale
 from benchmarks.__main__ import machine
 from benchmarks.tables import machine as in_words
-from experiments import kepler, kepler_page, page, trust
+from experiments import faults, kepler, kepler_page, page, trust
 
 RESULTS = Path("results")
 # Unknowns of the large problems, and how often they are timed.
@@ -38,6 +38,8 @@ def main() -> None:
     began = time.perf_counter()
     print("gradient quality ...", flush=True)
     quality = trust.run(trust.Config.preset(options.preset), options.seed)
+    print("planted faults ...", flush=True)
+    planted = faults.run()
     print("Kepler's equation ...", flush=True)
     inexact = kepler.run(kepler.Config.preset(options.preset), options.seed)
     unknowns, repeats = SIZES[options.preset]
@@ -50,6 +52,7 @@ def main() -> None:
     rows = {"preconditioners": core.preconditioners(), "strategies": core.strategies()}
     about = machine() | {"seed": options.seed}
     results = {"machine": about, "preset": options.preset, "trust": quality, "scale": large, "isolation": isolation}
+    results["faults"] = planted
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "core.json").write_text(json.dumps(results | {"warm_start": warm} | rows, indent=2) + "\n")
     (RESULTS / "kepler.json").write_text(json.dumps(inexact | {"machine": about}) + "\n")
@@ -68,6 +71,11 @@ def main() -> None:
             )
             + page.vector_graphic(trust.figure(quality))
             + page.table(quality["rows"]),
+        ),
+        (
+            "Whose fault is a wrong gradient?",
+            page.paragraph("What check_gradient says of layers with a fault each: named is what it blames.")
+            + page.table(planted),
         ),
         (
             "Kepler's equation: how exact must the inner solution be?",

@@ -33,6 +33,16 @@ def scale(c: Tensor, a: Tensor) -> Tensor:
     return c.unsqueeze(1) * a
 
 
+def rows(A: Tensor, x: Tensor) -> Tensor:
+    """A x per sample: the inner products of x with m rows, (B, m, n) x (B, n) -> (B, m)."""
+    return torch.bmm(A, x.unsqueeze(2)).squeeze(2)
+
+
+def combine(A: Tensor, c: Tensor) -> Tensor:
+    """Aᵀ c per sample: a combination of m rows, (B, m, n) x (B, m) -> (B, n)."""
+    return torch.bmm(c.unsqueeze(1), A).squeeze(1)
+
+
 def select(mask: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Row b of `a` where mask[b], else of `b`. Unlike a product with the mask, this keeps a NaN of one side out."""
     return torch.where(mask.unsqueeze(1), a, b)

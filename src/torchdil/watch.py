@@ -19,7 +19,7 @@ from torchdil.solvers.base import Solver
 from torchdil.solvers.newton import Newton
 
 # J of up to so many numbers is formed to solve with it exactly.
-_DENSE_LIMIT = 2**24
+_DENSE_LIMIT = 2**22
 # More steps than this are not unrolled: their graph would be large, and of no use.
 _UNROLL_LIMIT = 2000
 # With J held fixed Newton's steps converge linearly, and fast where they start close.

@@ -120,7 +120,7 @@ class _Memory:
         size, k = batch.norm(q), self._next
         used = mask & (size < torch.inf) & (batch.norm(s) / size < torch.inf)  # not where F did not change, nor for NaN
         self.S[:, k], self.Q[:, k] = (torch.where(used.unsqueeze(1), a / size.unsqueeze(1), 0.0) for a in (s, q))
-        self.QQ[:, :, k] = self.QQ[:, k] = _rows(self.Q, self.Q[:, k])
+        self.QQ[:, :, k] = self.QQ[:, k] = batch.rows(self.Q, self.Q[:, k])
         self.known[:, k] = used
         self._next = (k + 1) % self.S.shape[1]
 
@@ -140,18 +140,8 @@ class _Memory:
         S, Q = (self.S.clone(), self.Q.clone()) if F.requires_grad else (self.S, self.Q)  # a graph must not see later steps
         gamma, r = torch.zeros_like(self.QQ[:, 0]), F
         for _ in range(2):  # the second time gives back the digits that normal equations lose
-            b = torch.where(self.known, _rows(Q, r), 0.0).to(dtype).unsqueeze(2)
+            b = torch.where(self.known, batch.rows(Q, r), 0.0).to(dtype).unsqueeze(2)
             change = torch.cholesky_solve(b, L).squeeze(2).to(F.dtype)
             gamma = gamma + batch.select(info == 0, change, torch.zeros_like(change))
-            r = F - _combine(Q, gamma)
-        return -_combine(S, gamma) - batch.scale(relaxation, r)
-
-
-def _rows(A: Tensor, x: Tensor) -> Tensor:
-    """A x per sample, (B, m, n) x (B, n) -> (B, m)."""
-    return torch.bmm(A, x.unsqueeze(2)).squeeze(2)
-
-
-def _combine(A: Tensor, c: Tensor) -> Tensor:
-    """Aᵀ c per sample, (B, m, n) x (B, m) -> (B, n)."""
-    return torch.bmm(c.unsqueeze(1), A).squeeze(1)
+            r = F - batch.combine(Q, gamma)
+        return -batch.combine(S, gamma) - batch.scale(relaxation, r)

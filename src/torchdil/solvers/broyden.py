@@ -88,7 +88,7 @@ class _Dense:
 
     def apply(self, x: Tensor) -> Tensor:
         """H x, (B, n)."""
-        return torch.bmm(self.H, x.unsqueeze(2)).squeeze(2)
+        return batch.rows(self.H, x)
 
     def correct(self, s: Tensor, q: Tensor, mask: Tensor) -> None:
         """Make H q = s for the samples in `mask`."""
@@ -129,7 +129,7 @@ class _LowRank:
 
     def _product(self, left: Tensor, right: Tensor, x: Tensor) -> Tensor:
         """(σI + leftᵀ right) x."""
-        return batch.scale(self.scale, x) + torch.bmm(torch.bmm(right, x.unsqueeze(2)).mT, left).squeeze(1)
+        return batch.scale(self.scale, x) + batch.combine(left, batch.rows(right, x))
 
 
 def _correction(s: Tensor, Hq: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -86,8 +86,8 @@ class _Memory:
         s, q = (torch.where(used.unsqueeze(1), a, 0.0) for a in (s, q))
         k = self._next
         self.S[:, k], self.Q[:, k] = s, q
-        self.SQ[:, :, k], self.SQ[:, k] = _rows(self.S, q), _rows(self.Q, s)
-        self.QQ[:, :, k] = self.QQ[:, k] = _rows(self.Q, q)
+        self.SQ[:, :, k], self.SQ[:, k] = batch.rows(self.S, q), batch.rows(self.Q, s)
+        self.QQ[:, :, k] = self.QQ[:, k] = batch.rows(self.Q, q)
         self.scaling = torch.where(used, batch.divide(curvature, batch.dot(q, q)), self.scaling)
         self.fresh = self.fresh & ~used
         self._next, self._filled = (k + 1) % self.S.shape[1], min(self._filled + 1, self.S.shape[1])
@@ -109,23 +109,13 @@ class _Memory:
         R = SQ.triu() + torch.diag_embed((D == 0).to(r.dtype))  # a step that is not used takes no part
         gamma = self.scaling[:, None]
         S, Q = (self.S.clone(), self.Q.clone()) if r.requires_grad else (self.S, self.Q)  # a graph must not see later steps
-        Sr, Qr = _rows(S, r)[:, order], _rows(Q, r)[:, order]
+        Sr, Qr = batch.rows(S, r)[:, order], batch.rows(Q, r)[:, order]
         a = torch.linalg.solve_triangular(R, Sr.unsqueeze(2), upper=True).squeeze(2)
-        inner = D * a + gamma * (_rows(QQ, a) - Qr)
+        inner = D * a + gamma * (batch.rows(QQ, a) - Qr)
         b = torch.linalg.solve_triangular(R.mT, inner.unsqueeze(2), upper=False).squeeze(2)
         b, a = (self._spread(c, order) for c in (b, a))
-        return gamma * r + _combine(S, b) - gamma * _combine(Q, a)
+        return gamma * r + batch.combine(S, b) - gamma * batch.combine(Q, a)
 
     def _spread(self, c: Tensor, order: Tensor) -> Tensor:
         """Coefficients in the order of storage, (B, m)."""
         return c.new_zeros(c.shape[0], self.S.shape[1]).index_copy(1, order, c)
-
-
-def _rows(A: Tensor, x: Tensor) -> Tensor:
-    """A x per sample, (B, m, n) x (B, n) -> (B, m)."""
-    return torch.bmm(A, x.unsqueeze(2)).squeeze(2)
-
-
-def _combine(A: Tensor, c: Tensor) -> Tensor:
-    """Aᵀ c per sample, (B, m, n) x (B, m) -> (B, n)."""
-    return torch.bmm(c.unsqueeze(1), A).squeeze(1)
