@@ -161,7 +161,7 @@ def _scipy(case: Case, method: str) -> dict[str, Any]:
         "scipy": method,
         "scipy_steps": int(steps) if steps != "-" else "-",
         "scipy_calls": int(found.get("nfev", 0)),
-        "scipy_gradients": int(found.get("njev", 0)),
+        "scipy_passes": int(found.get("njev", 0)) + int(found.get("nhev", 0)),
         "scipy_success": bool(found.success),
         "scipy_error": _error(case, torch.as_tensor(np.asarray(found.x))),
     }

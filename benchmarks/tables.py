@@ -110,7 +110,7 @@ def solvers(results: dict[str, Any]) -> str:
     for problem in dict.fromkeys(row["problem"] for row in results["solvers"]):
         rows = [_solver_row(row) for row in results["solvers"] if row["problem"] == problem]
         headings = ["solver", "status", "steps", "calls", "backward passes", "error"]
-        headings += ["SciPy's", "success", "steps", "calls", "gradients", "error"]
+        headings += ["SciPy's", "success", "steps", "calls", "derivatives", "error"]
         blocks.append(f"## {problem}\n\n{markdown(headings, rows)}")
     speed = results["batch_speed"]
     tables = "\n\n".join(blocks)
@@ -120,7 +120,8 @@ Written by `make bench` from `benchmarks/results/solvers.json`: {machine(results
 
 Every forward solver on the problems it is for, at its default tolerance, beside SciPy's method called by hand with exact
 derivatives. *Calls* are calls of the function, those that check its result included; sampling solvers evaluate all particles
-in one call. *Backward passes* are gradients and, for Newton's methods, products with the Hessian. The *error* is the relative
+in one call. *Backward passes* are gradients and, for Newton's methods, products with the Hessian; *derivatives* are SciPy's
+gradients, Jacobians, and Hessians or products with them, as it counts them. The *error* is the relative
 distance to the exact solution next to the answer. Foreign solvers (`SciPy`, `TorchOptim`) are accepted with half the digits.
 
 {tables}
@@ -141,7 +142,7 @@ def _solver_row(row: dict[str, Any]) -> list[Any]:
     if "scipy" not in row:
         return ours + [""] * 6
     success = "yes" if row["scipy_success"] else "no"
-    theirs = [row["scipy"], success, row["scipy_steps"], row["scipy_calls"], row["scipy_gradients"]]
+    theirs = [row["scipy"], success, row["scipy_steps"], row["scipy_calls"], row["scipy_passes"]]
     return [*ours, *theirs, f"{row['scipy_error']:.0e}"]
 
 

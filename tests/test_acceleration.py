@@ -510,7 +510,7 @@ def test_verbose_shows_a_table(solver, capsys):
     title, headings, *rows = capsys.readouterr().out.splitlines()
     assert title == f"{type(solver).__name__}: fixed_point, 2 samples"
     assert headings.split()[:2] == ["step", "running"]
-    assert rows[0].split()[:2] == ["0", "2"] and rows[-1].split()[1] == "0"
+    assert rows[0].split()[:2] == ["0", "2"] and rows[-2].split()[1] == "0"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -47,7 +47,9 @@ def test_a_planted_fault_is_named(name):
     check = dil.check_gradient(layer, *inputs)
     assert not check.ok
     assert check.blame == blame
-    assert check.error > check.rtol and check.errors[blame] == max(check.errors.values())
+    assert check.error > check.rtol
+    if name != "dropout":  # which spoils every part
+        assert check.errors[blame] == max(check.errors.values())
     assert re.search(ADVICE[name], check.advice), check.advice
     assert f"wrong, and the {blame} is to blame" in str(check) and check.advice in str(check)
 
@@ -63,7 +65,14 @@ def test_a_right_gradient_is_called_right(problem):
 
 @pytest.mark.parametrize(
     "solver",
-    [dil.Newton(), dil.GradientDescent(), dil.GradientDescent(nesterov=True), dil.LBFGS(), stops_early],
+    [
+        dil.Newton(),
+        dil.Newton(linear_solver=dil.CG()),
+        dil.GradientDescent(),
+        dil.GradientDescent(nesterov=True),
+        dil.LBFGS(),
+        stops_early,
+    ],
     ids=lambda s: getattr(s, "__name__", type(s).__name__),
 )
 def test_unrolling_agrees_with_differences(solver):
@@ -157,10 +166,105 @@ def test_single_precision():
     assert dil.check_gradient(bad, X.float()).blame == "backward solve"
 
 
+def root_of_square_roots(y, x):
+    """torch.where hides the value of a square root of a negative number, but not its derivative."""
+    return y + y**3 - torch.where(x > 0, torch.sqrt(x), 0 * x)
+
+
+@pytest.mark.parametrize(
+    ("fn", "x"),
+    [
+        (lambda x: torch.where(x > 0, torch.sqrt(x), 0 * x), draw(3, 3)),
+        (lambda x: torch.log(x), -draw(3).abs()),
+        (dil.RootLayer(root_of_square_roots, init=(3,)), draw(2, 3)),
+    ],
+)
+def test_what_is_not_finite_is_named(fn, x):
+    check = dil.check_gradient(fn, x)
+    assert check.blame == "function" and "torch.where" in check.advice
+
+
+def test_a_long_step_of_the_differences_is_shortened():
+    assert dil.check_gradient(torch.sin, ZERO + 1e5).ok
+
+
+def test_single_precision_with_many_unknowns():
+    curvature = torch.logspace(0, 3, 300)
+    layer = dil.ArgminLayer(lambda y, x: 0.5 * (curvature * (y - x / curvature) ** 2).sum(-1), init=(300,))
+    assert dil.check_gradient(layer, draw(2, 300).float()).ok
+
+
+def test_solves_under_torch_func_are_not_blamed_on_the_function():
+    def one(x):
+        solver = dil.GradientDescent(max_steps=1)
+        return dil.argmin(
+            lambda y, x: ((y - x) ** 2 + torch.cosh(y)).sum(), 0 * x, (x,), solver=solver, on_failure="ignore"
+        ).value
+
+    check = dil.check_gradient(torch.vmap(one), draw(4, 3))
+    assert check.blame == "function" and "without torch.func" in check.advice
+
+
+@pytest.mark.parametrize("init", [dil.LastSolution((3,)), (3,)], ids=repr)
+def test_a_layer_with_a_memory_is_found_and_left_as_it_was(init):
+    layer = dil.ArgminLayer(Energy(), init=init, solver=dil.GradientDescent(max_steps=1), on_failure="ignore")
+    fresh = dil.check_gradient(layer, X)
+    assert fresh.blame == "forward solve" and layer.report is None
+    layer(X)
+    report, last = layer.report, layer._last
+    dil.check_gradient(layer, X)
+    assert layer.report is report and layer._last is last
+
+
+def test_buffers_and_random_numbers_are_left_as_they_were():
+    norm, layer = nn.BatchNorm1d(5, dtype=torch.float64), argmin_layer()
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    dil.check_gradient(nn.Sequential(norm, nn.Dropout(0.1), layer), X)
+    assert int(norm.num_batches_tracked) == 0 and bool((norm.running_mean == 0).all())
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_the_random_numbers_of_a_solver_are_not_those_of_the_function():
+    solver = dil.CEM(seed=torch.Generator().manual_seed(0), polish=dil.Newton(), max_steps=3, particles=50)
+    assert dil.check_gradient(argmin_layer(solver=solver), X).ok
+    alone = dil.CEM(max_steps=3, particles=50)
+    assert "a polish" in dil.check_gradient(argmin_layer(solver=alone), X).advice
+
+
+def test_under_inference_mode():
+    layer = argmin_layer()
+    with torch.inference_mode():
+        assert dil.check_gradient(layer, X.clone()).ok
+
+
+@pytest.mark.parametrize("policy", ["zero", "nan"])
+def test_a_policy_is_part_of_the_gradient(policy):
+    layer = argmin_layer(solver=dil.GradientDescent(max_steps=3), on_failure=policy)
+    check = dil.check_gradient(layer, X)
+    assert check.blame == "forward solve" and check.error >= 1
+
+
+def test_a_flat_minimum_does_not_fail():
+    check = dil.check_gradient(dil.ArgminLayer(lambda y, x: ((y - x) ** 4).sum(-1), init=(2,)), torch.zeros(1, 2).double())
+    assert isinstance(str(check), str)
+
+
+def test_nothing_to_mend_has_no_advice():
+    assert dil.check_gradient(argmin_layer(), X).advice == ""
+
+
 def test_bad_input():
     with pytest.raises(TypeError, match="layer_or_fn must be a module or a function, got int"):
         dil.check_gradient(3)
     with pytest.raises(TypeError, match="must return a floating-point tensor or a Solution, got int"):
         dil.check_gradient(lambda x: 3, X)
+    with pytest.raises(ValueError, match="rtol must be a number > 0"):
+        dil.check_gradient(argmin_layer(), X, rtol=-1.0)
+    with pytest.raises(ValueError, match="at least one number, got empty"):
+        dil.check_gradient(argmin_layer(), X[:0])
+    with pytest.raises(TypeError, match="to be checked, got torch"):
+        dil.check_gradient(lambda x: x**2, X.bfloat16())
     with pytest.raises(ValueError, match="inputs must hold a floating-point tensor"):
         dil.check_gradient(lambda n: torch.ones(n), 3)

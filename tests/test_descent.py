@@ -175,10 +175,13 @@ def test_many_unknowns_and_single_precision(solver):
     assert (solution.value - expected).norm() <= SINGLE * expected.norm()
 
 
-def test_half_precision_does_not_fail():
+@pytest.mark.parametrize(
+    "solver", [dil.Newton(), dil.LBFGS(), dil.GradientDescent(), dil.GradientDescent(nesterov=True)], ids=repr
+)
+def test_half_precision_does_not_fail(solver):
     x = draw(2, 4).to(torch.bfloat16)
     score = lambda y: ((y - x) ** 2).sum(1)  # noqa: E731
-    solution = dil.argmin(score, torch.zeros_like(x), solver=dil.GradientDescent(), on_failure="ignore")
+    solution = dil.argmin(score, torch.zeros_like(x), solver=solver, on_failure="ignore")
     assert (solution.value - x).norm() <= 0.05 * x.norm()
 
 
@@ -195,6 +198,69 @@ def test_gradients_and_transforms(solver):
     many = torch.func.vmap(torch.func.jacrev(solve), (0, None))(xs, a)
     assert (many - torch.stack(exact)).norm() <= VALUE * many.norm()
     assert torch.func.grad(lambda x: solve(x, a).sum())(xs[0]).shape == (2,)
+
+
+@pytest.mark.parametrize("condition", [1e3, 1e4])
+def test_a_search_does_not_spoil_the_step_of_barzilai_and_borwein(condition):
+    """Without any search the step needs 215 and 420 evaluations here; a search that lets no score rise, 9779 and 17473."""
+    curvature = torch.logspace(0, torch.log10(torch.tensor(condition)).item(), 10, dtype=torch.float64)
+    score = lambda y: 0.5 * (curvature * (y - 1) ** 2).sum()  # noqa: E731
+    solution = dil.argmin(score, torch.zeros_like(curvature), solver=dil.GradientDescent())
+    assert solution.converged and solution.stats.products <= condition
+
+
+@pytest.mark.parametrize("solver", [*DESCENTS, dil.GradientDescent(step_size=1e-8, max_steps=50)], ids=repr)
+def test_finished_samples_are_evaluated_where_they_are(solver):
+    """The first sample starts at its solution; the second is hard."""
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
+    scale = torch.tensor([[1.0, 1.0], [1.0, 300.0]], dtype=torch.float64)
+    seen = []
+
+    def score(y):
+        seen.append(y.detach()[0].clone())
+        return (scale * (y - x) ** 2).sum(-1) + 0.1 * (scale * (y - x)).pow(4).sum(-1)
+
+    y0 = torch.tensor([[1.0, 2.0], [-5.0, 9.0]], dtype=torch.float64)
+    dil.argmin(score, y0, solver=solver, on_failure="ignore")
+    assert len(seen) > 5 and all(torch.equal(y, y0[0]) for y in seen)
+
+
+def test_a_neighbour_that_goes_on_gives_no_second_budget():
+    """The first sample's tolerance, taken at its far start, turns out too loose; the second has used up its steps."""
+    kind = torch.tensor([True, False])
+    weight = torch.logspace(0, 3, 6, dtype=torch.float64)
+
+    def score(y, kind):
+        far = y[:, 0] ** 4 / 4 + 0.5e-4 * y[:, 0] ** 2 + 0.5 * (y[:, 1:] ** 2).sum(-1)
+        return torch.where(kind, far, (weight * (y - 1) ** 2).sum(-1))
+
+    y0 = torch.zeros(2, 6, dtype=torch.float64)
+    y0[0] = 100.0
+    solver = dil.GradientDescent(max_steps=30)
+    both = dil.argmin(score, y0, (kind,), solver=solver, on_failure="ignore")
+    alone = dil.argmin(score, y0[1:], (kind[1:],), solver=solver, on_failure="ignore")
+    assert both.stats.steps[1] == alone.stats.steps[0] == 30 < both.stats.steps[0]
+    assert torch.equal(both.status[1:], alone.status) and (both.value[1] - alone.value[0]).norm() <= 1e-9
+
+
+def test_a_score_that_is_no_number_ends_as_non_finite():
+    """Its gradient is finite."""
+    score = lambda y: ((y - 2) ** 2).sum(-1) + torch.log(y[:, 0])  # noqa: E731
+    y0 = torch.tensor([[-1.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
+    for solver in (dil.LBFGS(), dil.Newton(), dil.GradientDescent()):
+        solution = dil.argmin(score, y0, solver=solver, on_failure="ignore")
+        assert solution.status[0] == dil.Status.non_finite
+
+
+def test_a_score_without_a_minimum_ends_soon():
+    solution = dil.argmin(lambda y: y.sum(), torch.zeros(3, dtype=torch.float64), solver=dil.LBFGS(), on_failure="ignore")
+    assert not solution.converged and solution.stats.products <= 3000
+
+
+@pytest.mark.parametrize("factor", [1e-20, 1e20])
+def test_units_of_the_score_do_not_matter(factor):
+    score = lambda y: factor * ((y - 1) ** 2 + (y - 1) ** 4).sum()  # noqa: E731
+    assert dil.argmin(score, torch.zeros(3, dtype=torch.float64), solver=dil.LBFGS()).converged
 
 
 @pytest.mark.parametrize("solver", [dil.LBFGS(), dil.GradientDescent()], ids=repr)

@@ -1,5 +1,6 @@
 """What a person sees: the live table of a solver, and the figure of a report."""
 
+import io
 import sys
 
 import pytest
@@ -22,7 +23,8 @@ SOLVERS = [dil.Newton(verbose=True), dil.LBFGS(verbose=True), dil.GradientDescen
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
 def test_a_line_a_step(solver, capsys):
     solution = dil.argmin(score, torch.zeros_like(X), (X,), solver=solver)
-    title, headings, *lines = capsys.readouterr().out.splitlines()
+    title, headings, *lines, ending = capsys.readouterr().out.splitlines()
+    assert ending == "  ended: converged 3"
     assert title == f"{type(solver).__name__}: argmin, 3 samples"
     assert headings.split("  ")[0].strip() == "" and "‖F‖, worst" in headings and "score, mean" in headings
     rows = [line.split() for line in lines]
@@ -37,14 +39,36 @@ def test_a_line_a_step(solver, capsys):
 def test_long_runs_are_thinned_out_and_end_with_the_last_step(capsys):
     solver = dil.GradientDescent(step_size=1e-3, max_steps=2345, verbose=True)
     dil.argmin(score, torch.zeros_like(X), (X,), solver=solver, on_failure="ignore")
-    steps = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()[2:]]
+    steps = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()[2:-1]]
     assert steps == [*range(20), *range(20, 200, 10), *range(200, 2000, 100), 2000, 2345]
 
 
 def test_a_root_has_no_score(capsys):
     dil.root(lambda y: y**3 + y - 1, torch.zeros(2, dtype=torch.float64), solver=dil.Newton(verbose=True))
-    title, _, *lines = capsys.readouterr().out.splitlines()
-    assert title == "Newton: root" and all(line.split()[3] != "-" for line in lines)
+    title, _, *lines, _ = capsys.readouterr().out.splitlines()
+    assert title == "Newton: root" and all(line.split()[4] == "-" for line in lines)
+
+
+def test_samples_that_are_lost_do_not_hide_the_others(capsys):
+    x = torch.tensor([[1.0], [-1.0], [2.0]], dtype=torch.float64)
+    with pytest.warns(dil.ConvergenceWarning, match="non_finite"):
+        dil.argmin(lambda y, x: (y - torch.sqrt(x)).square().sum(-1), 0 * x, (x,), solver=dil.LBFGS(verbose=True))
+    *_, last, ending = capsys.readouterr().out.splitlines()
+    assert "nan" not in last and ending == "  ended: converged 2, non_finite 1"
+
+
+def test_no_samples(capsys):
+    empty = torch.zeros(0, 2, dtype=torch.float64)
+    solution = dil.argmin(score, empty, (empty,), solver=dil.LBFGS(verbose=True))
+    assert solution.value.shape == (0, 2) and "LBFGS: argmin" in capsys.readouterr().out
+
+
+def test_a_terminal_that_knows_ascii_only(monkeypatch):
+    written = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", written)
+    dil.argmin(score, torch.zeros_like(X), (X,), solver=dil.Newton(verbose=True))
+    written.seek(0)
+    assert "?F?, worst" in written.read()
 
 
 def test_quiet_by_default(capsys):
@@ -76,6 +100,20 @@ def test_a_report_can_be_drawn(samples, linear_solver):
     for figure in (before, after):
         figure.canvas.draw()
         matplotlib.pyplot.close(figure)
+
+
+@pytest.mark.parametrize("samples", [3, 100])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_lost_samples_are_left_out_of_the_figure(samples, dtype):
+    x = torch.linspace(1, 2, samples, dtype=dtype).unsqueeze(1)
+    x[1] = -1
+    solution = dil.argmin(lambda y, x: (y - torch.sqrt(x)).square().sum(-1), 0 * x, (x,), on_failure="ignore")
+    figure = solution.report.plot()
+    assert figure.axes[0].get_title() == "Forward solve, ‖F(y)‖ (1 not finite)"
+    drawn = figure.axes[0].lines[0].get_ydata()
+    assert len(drawn) > 1 and bool(torch.isfinite(torch.as_tensor(drawn)).all())
+    figure.canvas.draw()
+    matplotlib.pyplot.close(figure)
 
 
 def test_negative_ritz_values_are_drawn():

@@ -1,6 +1,7 @@
 """Solvers from elsewhere: SciPy against SciPy called by hand, samples in lock-step, torch.optim against a loop by hand."""
 
 import copy
+import dataclasses
 import pickle
 import threading
 import warnings
@@ -856,3 +857,8 @@ def test_mistakes_get_one_sentence(make, sentence):
     with pytest.raises((TypeError, ValueError), match=sentence) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+def test_an_optimiser_can_be_replaced_in_part():
+    solver = dataclasses.replace(dil.TorchOptim(torch.optim.Adam, lr=0.05), rtol=1e-3)
+    assert solver == dil.TorchOptim(torch.optim.Adam, lr=0.05, rtol=1e-3)

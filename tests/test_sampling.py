@@ -1,5 +1,6 @@
 """Solvers that sample: test functions, planning against LQR, bounds, seeds, batches, and what the report says of an answer."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -660,3 +661,12 @@ def test_a_root_has_nothing_to_sample(solver):
     message = rf"solver={solver.__name__}\(\) needs an argmin, got a root: use Newton\(\)"
     with pytest.raises(ValueError, match=message):
         dil.root(lambda y: y - 1, torch.zeros(2, dtype=torch.float64), solver=solver())
+
+
+@pytest.mark.parametrize("solver", ALL, **by_name)
+def test_solvers_with_bounds_can_be_compared(solver):
+    low, high = torch.zeros(2), torch.ones(2)
+    one, same, other = solver(bounds=(low, high)), solver(bounds=(low.clone(), high.clone())), solver(bounds=(low, 2 * high))
+    assert one == same and hash(one) == hash(same) and one != other
+    assert solver(bounds=({"a": 0.0}, {"a": 1.0})) == solver(bounds=({"a": 0.0}, {"a": 1.0}))
+    assert dataclasses.replace(one, particles=7).bounds[1] is high

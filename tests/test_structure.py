@@ -31,7 +31,7 @@ LAYERS = [
     ("solvers",),
     ("arguments", "solve"),
     ("argmin", "root", "fixed_point"),
-    ("attach", "watch"),
+    ("attach", "watch", "advice"),
     ("check",),
     ("layers",),
     ("__init__",),

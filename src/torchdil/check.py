@@ -9,6 +9,7 @@ which know no theorem, show what the function costs; the way through the steps o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchdil import batch
+from torchdil.advice import mend, seen
 from torchdil.graph import captured_tensors
 from torchdil.modes import observed_by
-from torchdil.solution import Outcome, Solution, Stats, Status, text_table, worst_sample
-from torchdil.solve import Setting
-from torchdil.solvers.base import Solver
+from torchdil.solution import Solution, text_table
 from torchdil.watch import Solve, Watch, newton_steps, own_steps
 
 # What may be wrong with a function, and what to do about it.
@@ -30,6 +29,9 @@ _JUMP = "what must vanish jumps at the answer, so it vanishes nowhere near"
 _KINK = "it has a kink at the solution: its slopes to the left and to the right differ"
 _CUT = "its value changes with a tensor that its gradient does not see"
 _OTHER = "its derivative, as autograd has it, is not its slope"
+_NOT_FINITE = "its value or its derivative is not finite"
+_ROUGH = "its slope does not settle as the step of the differences shrinks"
+_BLIND = "it solves under torch.func, where solves cannot be taken apart: this may be theirs"
 _RANDOM = "it gave two answers to the same inputs"
 _ADVICE = {
     _JUMP: "replace what is not smooth there (abs, max, round, a threshold) by a smooth function",
@@ -37,8 +39,14 @@ _ADVICE = {
     _CUT: "look for detach(), .data, .item(), numpy or no_grad on the way from that tensor to the result",
     _OTHER: "look for an autograd.Function with a wrong backward, a detach() on one of several ways, or a solution that is not "
     "unique",
+    _NOT_FINITE: "look for a square root, logarithm or quotient out of its domain, torch.where with one in the branch not "
+    "taken included",
+    _ROUGH: "look for oscillations or noise in the function that are finer than a ten-millionth of the tensor",
+    _BLIND: "call check_gradient on the layer without torch.func around it",
     _RANDOM: "draw random numbers outside, put modules into eval(), or seed inside the function",
 }
+# How often the step of the differences is shortened.
+_SHORTER = 4
 # The effect of a tensor on the loss, relative to that of the strongest, below which it counts as none.
 _NEGLIGIBLE = 1e-6
 
@@ -82,8 +90,8 @@ def check_gradient(layer_or_fn: Callable[..., Any], *inputs: Any, rtol: float | 
     """Check the gradient of a layer, or of any function with implicit layers inside, and say what is wrong with it.
 
     The gradient of a random combination of the outputs, with respect to every floating-point input, module parameter and leaf
-    tensor of the function's closure, is compared with finite differences of the exact solution and with unrolling. Costs about
-    five solves a tensor. Wants float64: in float32 the differences have three digits.
+    tensor of the function's closure, is compared with finite differences of the exact solution and with unrolling. Costs five
+    calls a tensor and two gradients for each solve inside. Wants float64: in float32 the differences have three digits.
 
     Args:
         layer_or_fn: a module or a function of `inputs` that returns tensors or a `Solution`.
@@ -99,7 +107,15 @@ def check_gradient(layer_or_fn: Callable[..., Any], *inputs: Any, rtol: float | 
     """
     if not callable(layer_or_fn):
         raise TypeError(f"layer_or_fn must be a module or a function, got {type(layer_or_fn).__name__}.")
-    return _Check(layer_or_fn, inputs, rtol, seed).run()
+    if rtol is not None and not rtol > 0:
+        raise ValueError(f"rtol must be a number > 0 or None, got {rtol!r}.")
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=devices):
+        check = _Check(layer_or_fn, inputs, rtol, seed)
+        try:
+            return check.run()
+        finally:
+            check.state.restore()
 
 
 class _Check:
@@ -108,11 +124,13 @@ class _Check:
     def __init__(self, fn: Callable[..., Any], inputs: tuple[Any, ...], rtol: float | None, seed: int):
         self.fn = fn
         self.inputs = pytree.tree_map(_fresh, inputs)
+        self.state = _State(fn)
         self.generator = torch.Generator().manual_seed(seed)
         with observed_by(Watch()):
             outputs = self.outputs()
         self.weights = [self.draw(t) for t in outputs]
         self.tensors = self.leaves()
+        self.finite = all(bool(torch.isfinite(t).all()) for t in outputs)
         dtype = outputs[0].dtype
         self.eps = torch.finfo(dtype).eps
         self.rtol = rtol if rtol is not None else 1e-3 if dtype == torch.float64 else 1e-2
@@ -134,22 +152,34 @@ class _Check:
                 suspects[k, phase] = self.worst(self.gradient(watch), exact)
         unrolled, steps = self.unrolled(solves)
         rows: list[tuple[str, ...]] = [("tensor", "shape", "layer", "differences", f"unrolled {steps}".rstrip(), "error")]
-        error, function = 0.0, (0.0, "")
+        error, function, why = 0.0, 0.0, ""
         for (name, tensor), own, best, through in zip(self.tensors, layer, exact, unrolled, strict=True):
             # Partly along the gradient, so that there is something to see, and partly anywhere.
-            direction = best / (float(best.norm()) or 1.0) + self.draw(tensor) / tensor.numel() ** 0.5
+            known = torch.where(torch.isfinite(best), best, 0.0)
+            direction = known / (float(known.norm()) or 1.0) + self.draw(tensor) / tensor.numel() ** 0.5
             direction = direction / direction.norm()
             slope = self.difference(tensor, direction, answers)
             by_layer, by_theorem = (float((g * direction).sum()) for g in (own, best))
-            scale = max(abs(slope.value), abs(by_theorem))
-            # Where there is nothing but rounding, there is nothing to compare.
-            wrong, off = (abs(d - slope.value) / scale if scale > 10 * slope.noise else 0.0 for d in (by_layer, by_theorem))
+            wrong, off = (slope.error(derivative, by_theorem) for derivative in (by_layer, by_theorem))
             error = max(error, wrong)
-            if off > function[0]:
-                function = off, _KINK if slope.kink else _CUT if by_theorem == 0 else _OTHER
+            if off > function:
+                function, why = off, self.reason(slope, by_theorem)
             third = "-" if through is None else f"{float((through * direction).sum()):.6e}"
             rows.append((name, str(tuple(tensor.shape)), f"{by_layer:.6e}", f"{slope.value:.6e}", third, f"{wrong:.1e}"))
-        return self.verdict(solves, refined.solves, suspects, function, error, rows)
+        if not self.finite or any(solve.jumps for solve in refined.solves) or self.differs(answers):
+            # Then of the others nothing can be told.
+            why = _NOT_FINITE if not self.finite else _JUMP if any(solve.jumps for solve in refined.solves) else _RANDOM
+        elif function <= self.rtol:
+            why = ""
+        if refined.blind and why in (_KINK, _OTHER):
+            why = _BLIND
+        return self.verdict(solves, refined.solves, suspects, (function, why), error, rows)
+
+    def reason(self, slope: _Slope, derivative: float) -> str:
+        """Why the theorem's derivative is not the slope."""
+        if not (math.isfinite(derivative) and math.isfinite(slope.value)):
+            return _NOT_FINITE
+        return _KINK if slope.kink else _ROUGH if slope.rough else _CUT if derivative == 0 else _OTHER
 
     def verdict(
         self,
@@ -161,38 +191,41 @@ class _Check:
         rows: list[tuple[str, ...]],
     ) -> GradientCheck:
         """Name the culprit and what to change."""
-        errors, seen, advice = {}, {}, {}
+        part, why = function
+        errors, sights, advice = {"function": part}, {"function": why or "differentiable where it was looked at"}, {}
+        certain = "function" if why in (_NOT_FINITE, _JUMP, _RANDOM) else ""
         for (k, phase), part in suspects.items():
             name = f"{phase} solve" + (f" {k + 1}" if len(solves) > 1 else "")
             outcome = solves[k].report.forward if phase == "forward" else solves[k].report.backward
-            errors[name], seen[name] = part, "not needed" if outcome is None else _seen(outcome)
-            if outcome is not None:
-                advise = _forward_advice if phase == "forward" else _backward_advice
-                advice[name] = advise(solves[k].setting, outcome, self.rtol / max(3 * part, self.rtol))
+            errors[name], sights[name] = part, "not needed" if outcome is None else seen(outcome)
+            advice[name] = (phase, solves[k].setting, outcome, self.rtol / max(3 * part, self.rtol))
             if phase == "forward" and not refined[k].exact:
-                errors[name] = max(part, 1.0)
-                seen[name] += "; no exact solution was found near its answer"
-        part, why = function
-        random = self.differs()
-        if random or any(solve.jumps for solve in refined):  # then of the others nothing can be told
-            part, why = max(1.0, part, *errors.values()), _RANDOM if random else _JUMP
-        errors = {"function": part, **errors}  # the first of equals is to blame
-        seen["function"] = why if part > self.rtol else "differentiable where it was looked at"
-        advice["function"] = _ADVICE.get(why, "")
-        culprit = max(errors, key=lambda name: errors[name])
+                certain = certain or name
+                sights[name] += "; no exact solution was found near its answer"
+        culprit = certain or max(errors, key=lambda name: errors[name])
         error = max(error, errors[culprit])
+        right = not certain and error <= self.rtol
         table: list[tuple[str, ...]] = [("suspect", "adds", "what was seen")]
-        table += [(name, f"{errors[name]:.1e}", seen[name]) for name in errors]
-        blame = culprit if error > self.rtol else "nothing"
-        return GradientCheck(blame, error, errors, self.rtol, advice.get(culprit, ""), rows, table)
+        table += [(name, f"{errors[name]:.1e}", sights[name]) for name in errors]
+        if right:
+            return GradientCheck("nothing", error, errors, self.rtol, "", rows, table)
+        change = _ADVICE[why or _OTHER] if culprit == "function" else mend(*advice[culprit])
+        return GradientCheck(culprit, error, errors, self.rtol, change, rows, table)
 
     def outputs(self) -> list[Tensor]:
-        """The floating-point tensors that the function returns."""
+        """The floating-point tensors that the function returns, called in the state in which it was found."""
+        self.state.restore()
         value = self.fn(*self.inputs)
         leaves = pytree.tree_leaves(value.value if isinstance(value, Solution) else value)
         tensors = [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
         if not tensors:
             raise TypeError(f"layer_or_fn must return a floating-point tensor or a Solution, got {type(value).__name__}.")
+        if any(t.dtype not in (torch.float32, torch.float64) for t in tensors):
+            raise TypeError(
+                f"layer_or_fn must return float64, or float32, to be checked, got {tensors[0].dtype}: use .double()."
+            )
+        if not any(t.numel() for t in tensors):
+            raise ValueError("layer_or_fn must return at least one number, got empty tensors.")
         return tensors
 
     def loss(self) -> Tensor:
@@ -235,30 +268,44 @@ class _Check:
     def difference(self, tensor: Tensor, direction: Tensor, answers: dict[int, Tensor]) -> _Slope:
         """The slope of the exact solution's loss along a direction of one tensor."""
         kept = tensor.detach().clone()
-        h = self.eps**0.25 * (float(kept.norm()) or 1.0)
 
         def at(step: float) -> float:
             with torch.no_grad(), observed_by(Watch(refine=answers)):
                 tensor.copy_(kept + step * direction)
                 return float(self.loss())
 
+        h = self.eps**0.25 * (float(kept.norm()) or 1.0)
         try:
-            here, ahead, behind, ahead_half, behind_half = (at(c * h) for c in (0, 1, -1, 0.5, -0.5))
+            here, slope = at(0.0), self.slope(at, h, at(0.0))
+            for _ in range(_SHORTER):
+                if not slope.rough:
+                    break
+                h = h / 30  # the function bends within a step
+                slope = self.slope(at, h, here)
         finally:
             with torch.no_grad():
                 tensor.copy_(kept)
+        return slope
+
+    def slope(self, at: Callable[[float], float], h: float, here: float) -> _Slope:
+        """By steps of h and h / 2 to either side."""
+        ahead, behind, ahead_half, behind_half = at(h), at(-h), at(h / 2), at(-h / 2)
         full, half = (ahead - behind) / (2 * h), (ahead_half - behind_half) / h
         noise = 100 * self.eps * max(abs(here), abs(ahead), abs(behind)) / h
         # The one-sided slopes approach each other as the step shrinks, unless there is a kink.
         gap, gap_half = abs(ahead - 2 * here + behind) / h, abs(ahead_half - 2 * here + behind_half) / (h / 2)
         kink = gap_half > max(0.75 * gap, 10 * noise, 1e-3 * abs(half))
-        return _Slope((4 * half - full) / 3, noise, kink)
+        rough = abs(full - half) > max(self.rtol * abs(half), 10 * noise)
+        return _Slope((4 * half - full) / 3, noise, kink, rough and not kink)
 
-    def differs(self) -> bool:
-        """Whether two calls with the same inputs differ by more than rounding."""
-        with torch.no_grad(), observed_by(Watch()):
-            first, second = (torch.cat([t.flatten() for t in self.outputs()]) for _ in range(2))
-        return not bool((first - second).norm() <= 1e3 * self.eps * first.norm())
+    def differs(self, answers: dict[int, Tensor]) -> bool:
+        """Whether two calls with the same inputs differ, by more than the rounding of exact solutions."""
+        calls = []
+        for _ in range(2):
+            with torch.no_grad(), observed_by(Watch(refine=answers)):
+                calls.append(torch.cat([t.flatten() for t in self.outputs()]))
+        first, second = calls
+        return not bool((first - second).norm() <= self.eps**0.5 * first.norm())
 
     def leaves(self) -> list[tuple[str, Tensor]]:
         """What to differentiate by: inputs, parameters, leaf tensors of the closure."""
@@ -281,60 +328,36 @@ class _Check:
 
 @dataclass(frozen=True)
 class _Slope:
-    """A slope by differences, what rounding may have made of it, and whether there is a kink."""
+    """A slope by differences, what rounding may have made of it, whether there is a kink, and whether it has not settled."""
 
     value: float
     noise: float
     kink: bool
+    rough: bool
+
+    def error(self, derivative: float, theorem: float) -> float:
+        """How far a derivative is from the slope, relatively."""
+        scale = max(abs(self.value), abs(theorem))
+        if scale <= 10 * self.noise:  # nothing but rounding: nothing to compare
+            return 0.0
+        error = abs(derivative - self.value) / scale
+        return error if math.isfinite(error) else math.inf
 
 
-def _seen(outcome: Outcome) -> str:
-    """A finished solve in a line."""
-    status, stats = outcome
-    failed = int((status != Status.converged).sum())
-    many = f" ({failed} of {status.numel()} failed)" if failed and status.numel() > 1 else ""
-    ended = _ended(outcome).name + ("" if stats.exact else ", approximate")
-    return f"{stats.method}: {ended} after {int(stats.steps.max())} steps{many}, residual {_residual(stats):.1e}"
+class _State:
+    """What calls of a module leave behind in it: buffers, last solutions, reports. Each call begins with what was found."""
 
+    def __init__(self, fn: Any):
+        modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
+        self._buffers = [(b, b.detach().clone()) for m in modules for b in m.buffers(recurse=False)]
+        self._kept = [(m, name, m.__dict__[name]) for m in modules for name in ("_last", "report") if name in m.__dict__]
 
-def _ended(outcome: Outcome) -> Status:
-    return Status(int(outcome.status.reshape(-1)[worst_sample(outcome.stats)]))
-
-
-def _residual(stats: Stats) -> float:
-    return float(stats.residual.reshape(-1)[worst_sample(stats)])
-
-
-def _forward_advice(setting: Setting, outcome: Outcome, factor: float) -> str:
-    """What to change so that ‖F‖, to which the error is proportional, falls by `factor`."""
-    solver, stats, status = setting.solver, outcome.stats, _ended(outcome)
-    fall = f"‖F‖ falls from {_residual(stats):.1e} to {factor * _residual(stats):.1e}"
-    if not isinstance(solver, Solver):
-        return f"refine y_star until {fall}" if solver is None else f"let the solver ({stats.method}) run on until {fall}"
-    name = type(solver).__name__
-    if status == Status.max_steps:
-        return f"raise max_steps of {name}, now {solver.max_steps}, so that {fall}"
-    if status == Status.converged:
-        rtol = solver.accuracy(stats.residual.dtype)
-        relative = rtol * _residual(stats) / float(stats.tolerance.reshape(-1)[worst_sample(stats)])
-        return f"tighten rtol of {name} from {rtol:.0e} to {factor * relative:.0e}, so that {fall}"
-    return f"{name} ended as {status.name}: {status.advice}, so that {fall}"
-
-
-def _backward_advice(setting: Setting, outcome: Outcome, factor: float) -> str:
-    """What to change so that the error of the adjoint falls by `factor`."""
-    solver, stats, status = setting.linear_solver, outcome.stats, _ended(outcome)
-    name = type(solver).__name__
-    if not stats.exact:
-        return f"{name} approximates on purpose: use Auto() or CG()"
-    if status == Status.converged and solver.damping:
-        return f"lower damping of {name}, now {solver.damping:.0e}, to {factor * solver.damping:.0e} or to 0"
-    if status == Status.converged:
-        rtol = batch.default_rtol(stats.residual.dtype) if solver.rtol is None else solver.rtol
-        return f"tighten rtol of {name} from {rtol:.0e} to {factor * rtol:.0e}"
-    if status == Status.max_steps:
-        return f"raise max_steps of {name}, now {solver.max_steps}, or add a preconditioner"
-    return f"{name} ended as {status.name}: {status.advice}"
+    def restore(self) -> None:
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        for module, name, value in self._kept:
+            setattr(module, name, value)
 
 
 def _fresh(t: Any) -> Any:

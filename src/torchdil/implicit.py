@@ -83,8 +83,6 @@ class Condition:
             remainder = rhs - operator.product(transpose)(value) - self.linear_solver.damping * value
             stats.residual, stats.norm = batch.norm(remainder), batch.norm(value)
             stats.products, stats.damping = stats.products + 1, self.linear_solver.damping
-            if operator.watched is not None and (transpose or operator.symmetric):
-                stats.hint = rhs.shape[1] ** 0.5 * batch.dot(value, operator.watched).abs() / batch.norm(rhs)
             missed = (status == Status.converged) & ~(stats.residual <= _SLACK * stats.tolerance)
             if bool(missed.any()):
                 if stats.spectrum is not None:

@@ -33,7 +33,12 @@ def _history(axis: Any, title: str, outcome: Any, colour: str) -> None:
         _nothing(axis, "not run" if outcome is None else f"{outcome.stats.method}: no steps to show")
         return
     stats = outcome.stats
-    residuals = torch.stack([r.reshape(-1) for r in stats.history]).cpu()  # (steps + 1, B)
+    residuals = torch.stack([r.reshape(-1) for r in stats.history]).double().cpu()  # (steps + 1, B)
+    known = torch.isfinite(residuals)
+    lost = int((~known[-1]).sum())
+    if lost:
+        axis.set_title(f"{title} ({lost} not finite)", fontsize=10)
+    residuals = torch.where(known, residuals, torch.nan)
     steps = range(len(residuals))
     marker = "o" if len(residuals) <= 30 else None
     if residuals.shape[1] <= _LINES:
@@ -41,9 +46,9 @@ def _history(axis: Any, title: str, outcome: Any, colour: str) -> None:
             steps, residuals, color=colour, alpha=max(0.25, residuals.shape[1] ** -0.5), linewidth=1.2, marker=marker, ms=3
         )
     else:
-        low, high = residuals.amin(dim=1), residuals.amax(dim=1)
+        low, high = residuals.nan_to_num(nan=torch.inf).amin(dim=1), residuals.nan_to_num(nan=-torch.inf).amax(dim=1)
         axis.fill_between(steps, low, high, color=colour, alpha=0.25, linewidth=0, label="all samples")
-        axis.plot(steps, residuals.median(dim=1).values, color=colour, label="median")
+        axis.plot(steps, residuals.nanmedian(dim=1).values, color=colour, label="median")
         axis.legend(fontsize=8, frameon=False)
     axis.axhline(float(stats.tolerance.max()), color="0.4", linestyle="--", linewidth=1)
     axis.annotate(
@@ -64,7 +69,7 @@ def _spectrum(axis: Any, ritz: tuple[Tensor, Tensor] | None) -> None:
     if ritz is None:
         _nothing(axis, "not known")
         return
-    low, high = (t.reshape(-1).cpu() for t in ritz)
+    low, high = (t.reshape(-1).double().cpu() for t in ritz)
     samples = range(len(low))
     axis.vlines(samples, low, high, color=_BACKWARD, alpha=0.5, linewidth=max(1.0, 6 - len(low) / 8))
     axis.plot(samples, low, "v", samples, high, "^", color=_BACKWARD, ms=4)
@@ -79,7 +84,9 @@ def _spectrum(axis: Any, ritz: tuple[Tensor, Tensor] | None) -> None:
 
 def _errors(axis: Any, estimates: dict[str, tuple[Tensor | None, str]]) -> None:
     axis.set_title("Estimated errors", fontsize=10)
-    known = {name: (error.reshape(-1).cpu(), colour) for name, (error, colour) in estimates.items() if error is not None}
+    known = {
+        name: (error.reshape(-1).double().cpu(), colour) for name, (error, colour) in estimates.items() if error is not None
+    }
     if not known:
         _nothing(axis, "not known")
         return

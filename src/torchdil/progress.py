@@ -1,7 +1,7 @@
 """Per-sample bookkeeping of an iteration: who still runs, who is done, and why.
 
 Solvers ask `finished()` before each step and tell `advance(residual)` after it. A sample that is done is frozen: it keeps its
-status, its step count and, because solvers multiply its updates by zero, its value.
+status, its step count and, because solvers select what moves, its value.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Progress:
 
     def advance(self, residual: Tensor, score: Tensor | None = None) -> None:
         """One step was taken and left `residual`, (B,), and, for the table, the objective, (B,)."""
-        self._taken, self._score = self._taken + 1, score
+        self._taken += 1
+        self._score = None if self._score is None else score
         self.steps += self.running
         self._record(residual)
         if self._taken % _REVIEW_EVERY == 0:
@@ -99,7 +100,13 @@ class Progress:
         """A `Status` code per sample, (B,); call when finished."""
         self._review(self.history[-1])
         self._show(last=True)
-        return torch.where(self._status == _RUNNING, int(Status.max_steps), self._status)
+        status = torch.where(self._status == _RUNNING, int(Status.max_steps), self._status)
+        if self._table is not None:
+            self._table.close(
+                ", ".join(f"{Status(code).name} {int((status == code).sum())}" for code in status.unique().tolist())
+            )
+            self._table = None
+        return status
 
     def _record(self, residual: Tensor) -> None:
         self.history.append(residual)
@@ -107,7 +114,7 @@ class Progress:
         self._show()
 
     def _show(self, last: bool = False) -> None:
-        if self._table is not None:
+        if self._table is not None and len(self.steps):
             self._table.row(int(self.steps.max()), self.running, self.history[-1], self._score, last=last)
 
     def _review(self, residual: Tensor) -> None:

@@ -109,7 +109,6 @@ class Stats:
         norm: ‖y‖ (forward) or ‖g‖ (backward), (B,).
         damping: ε of the backward solve.
         evidence: what the backward solve knows of the errors, worked out when asked for.
-        hint: √n |gᵀF| / ‖v‖, what the adjoint alone tells of ‖y - y*‖, (B,).
     """
 
     method: str
@@ -123,7 +122,6 @@ class Stats:
     norm: Tensor | None = None
     damping: float = 0.0
     evidence: Evidence | None = None
-    hint: Tensor | None = None
 
 
 class Result(NamedTuple):
@@ -177,7 +175,7 @@ class Report:
 
     @property
     def value_error(self) -> Tensor | None:
-        """Estimate of ‖y - y*‖ per sample, meant as a bound: J⁻¹F as far as the backward solve has seen J, doubled.
+        """Estimate of ‖y - y*‖ per sample, meant as a bound: ‖J⁻¹F‖ as far as the backward solve has seen J, and a margin.
 
         None before the backward pass, with a preconditioner or an approximate solver, and after a tangent with J not symmetric.
         """

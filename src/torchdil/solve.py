@@ -39,6 +39,9 @@ class Observer(Protocol):
     def begins(self, setting: Setting) -> None:
         """A solve is about to begin; its settings may be changed."""
 
+    def missed(self) -> None:
+        """A solve under `torch.func`, which cannot be watched."""
+
     def found(self, setting: Setting, problem: Problem, start: Tensor, result: Result) -> Tensor | None:
         """A solve has ended; a tensor is returned in place of the attached y."""
 
@@ -113,9 +116,11 @@ class Setting:
         first = pytree.tree_leaves(y0)[0]
         args = _cast_up(args, first)
         with full_precision(first):
-            if transforms_active():
-                return self.transformed(y0, args)
             watching = observer.get()
+            if transforms_active():
+                if watching is not None:
+                    watching.missed()
+                return self.transformed(y0, args)
             if watching is None:
                 return self.plain(y0, args)
             with observed_by(None):  # solves inside the function are part of the function
@@ -247,9 +252,13 @@ class Setting:
             refuted = (judged.status == Status.not_stationary) & (result.status == Status.converged)
             if again == _ROUNDS - 1 or not bool(refuted.any()):
                 break
+            # The others have ended, whatever their neighbours do.
             with no_tangents():
-                result = solver.solve(problem, result.value, judged.stats.tolerance)
-            history, steps = history + result.stats.history[1:], steps + result.stats.steps
+                more = solver.resume(problem, result.value, torch.where(refuted, judged.stats.tolerance, torch.inf))
+            history = history + [torch.where(refuted, r, history[-1]) for r in more.stats.history[1:]]
+            steps = steps + torch.where(refuted, more.stats.steps, 0)
+            value = batch.select(refuted, more.value, result.value)
+            result = Result(value, torch.where(refuted, more.status, result.status), more.stats)
         judged.stats.history, judged.stats.steps = history, steps
         condition.pairs = problem.pairs
         return self.curved(judged, point), point

@@ -45,20 +45,26 @@ class Watch:
         refine: where to start the exact solve, for those that are to be exact.
         exact: whose backward system is to be solved exactly.
         unroll: how to differentiate through steps instead; None in the end where that failed.
+        blind: whether there were solves under torch.func, which cannot be changed.
     """
 
     refine: dict[int, Tensor] = field(default_factory=dict)
     exact: set[int] = field(default_factory=set)
     unroll: Callable[..., Tensor | None] | None = None
     solves: list[Solve] = field(default_factory=list)
+    blind: bool = False
 
     def begins(self, setting: Setting) -> None:
         k = len(self.solves)
-        setting.on_failure = "ignore"
+        if k in self.refine or setting.on_failure in ("raise", "warn"):
+            setting.on_failure = "ignore"  # "zero" and "nan" are part of the layer's gradient
         if k in self.refine:
             setting.solver = _Refine(y=self.refine[k])
         if k in self.exact:
             setting.linear_solver = _Exact()
+
+    def missed(self) -> None:
+        self.blind = True
 
     def found(self, setting: Setting, problem: Problem, start: Tensor, result: Result) -> Tensor | None:
         # What rounding leaves is a multiple of the tolerance of the exact solve, which asks for everything.
@@ -94,7 +100,8 @@ class _Exact(LinearSolver):
             return Auto(rtol=100 * torch.finfo(rhs.dtype).eps).solve(operator, rhs, transpose=transpose)
         J = operator.dense().double()
         J = torch.where(torch.isfinite(J).all(dim=2).all(dim=1)[:, None, None], J, 0.0)
-        inverse = torch.linalg.pinv(J.mT if transpose else J, rtol=100 * n * torch.finfo(rhs.dtype).eps)
+        # What is zero to the rounding of J: its own solution leaves a flat direction alone.
+        inverse = torch.linalg.pinv(J.mT if transpose else J, rtol=4 * n**0.5 * torch.finfo(rhs.dtype).eps)
         g = (inverse @ rhs.double().unsqueeze(2)).squeeze(2).to(rhs.dtype)
         zeros = torch.zeros_like(batch.norm(rhs))
         return self.result(g, Progress(zeros, zeros, 1, patience=1), "exact", operator.products)
@@ -111,8 +118,11 @@ def _jumps(problem: Problem, y: Tensor) -> bool:
 
 def own_steps(setting: Setting, problem: Problem, start: Tensor, result: Result) -> Tensor | None:
     """y (B, n) with the graph of the steps that the solver itself took, if it leaves one."""
-    if not isinstance(setting.solver, Solver) or int(result.stats.steps.max()) > _UNROLL_LIMIT:
+    # The direction of Newton's method has no graph.
+    own = isinstance(setting.solver, Solver) and not isinstance(setting.solver, Newton)
+    if not own or int(result.stats.steps.max()) > _UNROLL_LIMIT:
         return None
+    assert isinstance(setting.solver, Solver)
     with torch.enable_grad():
         y = setting.solver.solve(replace(problem, unrolled=True), start, result.stats.tolerance).value
     return y if y.requires_grad else None

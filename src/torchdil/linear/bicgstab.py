@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.linear.base import LinearSolver
-from torchdil.linear.evidence import Steps
+from torchdil.linear.evidence import Steps, outside
 from torchdil.operator import Operator
 from torchdil.solution import Result, Status
 
@@ -38,7 +38,7 @@ class BiCGStab(LinearSolver):
         progress = self.progress(batch.norm(r), rhs)
         restarts = torch.zeros_like(progress.steps)
         size = torch.zeros_like(progress.tolerance)  # ‖A‖ as far as it is known
-        watched, seen = self.watched(operator, transpose), torch.zeros_like(size)
+        watched, seen, inside = self.watched(operator, transpose), torch.zeros_like(size), torch.zeros_like(size)
         lengths: list[Tensor] = []
         generator = torch.Generator(rhs.device).manual_seed(0)
         noise = torch.randn(rhs.shape, generator=generator, dtype=rhs.dtype, device=rhs.device) / rhs.shape[1] ** 0.5
@@ -70,11 +70,12 @@ class BiCGStab(LinearSolver):
                 t = system(s_hat)
                 omega = torch.where(active, batch.divide(batch.dot(t, s), batch.dot(t, t)), 0.0)
                 step = batch.scale(alpha, p_hat) + batch.scale(omega, s_hat)
-                r, r_old = s - batch.scale(omega, t), r
+                x, r_new = x + step, s - batch.scale(omega, t)
                 lengths.append(batch.norm(step))
-                if watched is not None:
-                    seen = torch.hypot(seen, batch.divide(batch.dot(step, watched), batch.norm(r_old - r)))
-                x = x + step
+                if watched is not None:  # as if the residuals, and their changes, were orthogonal
+                    seen = torch.hypot(seen, batch.divide(batch.dot(step, watched), batch.norm(r - r_new)))
+                    inside = inside + torch.where(active, batch.divide(batch.dot(r, watched).square(), batch.dot(r, r)), 0.0)
+                r = r_new
                 # An ω of zero leaves nothing to divide by in the next β.
                 broken = blocked | (omega.abs() * batch.norm(t) <= eps * batch.norm(s))
                 residual = batch.norm(r)
@@ -91,5 +92,6 @@ class BiCGStab(LinearSolver):
             progress.settle(refuted & ~(new < 0.5 * old), self.attainable(size, x, rhs))
         x = self.tamed(x, size, rhs, progress)
         method = ("preconditioned " if self.preconditioner is not None else "") + "BiCGStab"
-        evidence = Steps(lengths, progress.history, "irregular", None if watched is None else seen)
+        evidence = Steps(lengths, progress.history, batch.norm(rhs), "irregular")
+        evidence.seen, evidence.unseen = None if watched is None else seen, outside(watched, inside)
         return self.result(x, progress, method, operator.products - before, evidence=evidence)

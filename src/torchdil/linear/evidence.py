@@ -4,13 +4,15 @@ A x = rhs was solved down to a residual ρ, where A = Jᵀ + εI, x = g and rhs 
 
 - Error of g. The last step went ℓ far and took the residual from ρ' to ρ, so A⁻¹ stretches residuals by about G = ℓ / (ρ' - ρ),
   and ‖x - A⁻¹ rhs‖ ≈ ρ G. After a sudden fall f = ρ' / ρ, though, the direction which G belongs to is done with, and the others
-  are stretched by anything down to 1 / ‖A‖: with s = log₁₀ f / 3, at most 1, the guess is ρ G^(1-s) ‖A‖^-s.
+  are stretched by anything down to 1 / ‖A‖: with s = log₁₀ f / 3, at most 1, the guess is ρ G^(1-s) ‖A‖^-s. The residuals of CG
+  go up and down: there G is the largest ‖x - x_k‖ / ρ_k over the last tenth of the steps, ρ_k being what MINRES would have had.
 - Damping adds ε J⁻ᵀg. What J⁻ᵀ does to g lies between what it did to v, ‖g‖ / ‖v‖, and the most that a step saw of it.
 - Error of y. e = J⁻¹F is not sought, but each product tells a part of it, as (A d)ᵀ e = dᵀF. Where the A d are orthonormal,
-  ‖e‖² >= Σ (dᵀF)². The p of CG are conjugate instead, and Σ p (pᵀF) / (pᵀA p) is the Galerkin solution of J e = F. The adjoint
-  tells one part more, gᵀF = vᵀe, so that ‖e‖ ≈ √n |gᵀF| / ‖v‖ if e is as far from v as from any other direction.
+  ‖e‖² >= Σ (dᵀF)². The p of CG are conjugate instead, and Σ p (pᵀF) / (pᵀA p) is the Galerkin solution of J e = F. What part of
+  F is outside the Krylov space is taken to be stretched as v was, by ‖g‖ / ‖v‖.
 
-A direct solve has J itself. All estimates are doubled, which makes them bounds in nine cases out of ten (docs/quality.md).
+A direct solve has J itself, and ‖J⁻ᵀ(v - Jᵀg)‖ and ‖J⁻¹F‖ are but two solves more. These get a margin of a tenth for the
+curvature of F, the others are doubled, which makes them bounds in nine cases out of ten (docs/quality.md).
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ from torch import Tensor
 from torchdil import batch
 from torchdil.solution import Evidence, Stats
 
-_SAFETY = 2.0
+# What the estimates of an iterative and of a direct solve are multiplied by.
+_ITERATIVE, _DIRECT = 2.0, 1.1
 # A residual that falls by this many decades in one step is done with the direction of that step.
 _SUDDEN = 3.0
+# CG's gain is the largest over one in so many of its steps.
+_WINDOW = 10
 # Residuals that are closer than this, relatively, say nothing of the step between them.
 _FALL = 1e-3
 
@@ -38,43 +43,53 @@ class Steps:
     Attributes:
         lengths: ‖x_k - x_{k-1}‖, one (B,) tensor a step; 0 marks a sample that was done.
         history: the residual before the first step and after each, one (B,) tensor each.
+        size: ‖rhs‖, (B,).
         residuals: "minimal" over the Krylov space, "orthogonal" to one another (CG) or "irregular" (BiCGStab).
-        seen: what the steps tell of ‖J⁻¹F‖, (B,); None: F was not looked at.
+        seen: ‖J⁻¹F‖ as far as the steps tell, (B,); None: F was not looked at.
+        unseen: the length of the part of F that is outside the Krylov space, (B,).
     """
 
     lengths: list[Tensor]
     history: list[Tensor]
+    size: Tensor
     residuals: Literal["minimal", "orthogonal", "irregular"] = "minimal"
     seen: Tensor | None = None
+    unseen: Tensor | None = None
 
     def adjoint_error(self, stats: Stats) -> Tensor:
-        residual, norm = _flat(stats.residual), _flat(stats.norm)
-        lengths, history = (_promoted(torch.stack(a)) for a in (self.lengths, self.history))
-        moved, changes = lengths > 0, history.diff(dim=0).abs()
-        number = torch.arange(1, len(lengths) + 1, device=lengths.device).unsqueeze(1)
+        assert stats.norm is not None
+        # In float64: squares of small residuals would be zero in float32.
+        lengths, history = (torch.stack(a).cpu().double() for a in (self.lengths, self.history))
+        residual, norm = (a.reshape(-1).cpu().double() for a in (stats.residual, stats.norm))
+        changes, moved = history.diff(dim=0).abs(), lengths > 0
+        lengths = torch.where(moved, lengths, 0.0)
+        number = torch.arange(1, len(lengths) + 1).unsqueeze(1)
         last = (moved * number).amax(dim=0, keepdim=True)  # 0: nothing to solve
-        length, before, after = _at(lengths, last), _at(self._falling(history), last), residual
-        if self.residuals == "orthogonal":
-            after = (before**-2 + after**-2).rsqrt()
-        size = torch.where(moved, changes / lengths, 0.0).amax(dim=0)  # ‖A‖, as far as it is known
-        gain = length / torch.maximum(before - after, _FALL * before)
-        sudden = (torch.log10(before / after) / _SUDDEN).clamp(0, 1) if self.residuals != "irregular" else torch.zeros_like(gain)
-        error = residual * torch.maximum(gain ** (1 - sudden) * size**-sudden, 1 / size)
+        oscillating = self.residuals == "orthogonal"
+        # In the Krylov space of CG, MINRES would have 1 / ρ² = Σ 1 / ρ_k².
+        falling = (history[:-1] ** -2).cumsum(dim=0).rsqrt() if oscillating else history[:-1].cummin(dim=0).values
+        before = falling.gather(0, (last - 1).clamp_min(0)).squeeze(0)
+        after = (before**-2 + residual**-2).rsqrt() if oscillating else residual
+        way = lengths.flip(0).cumsum(dim=0).flip(0)  # from before a step to the end
+        first = last - (last - 1) // _WINDOW if oscillating else last
+        gains = way / (falling if oscillating else torch.maximum(falling - after, _FALL * falling))
+        gain = torch.where((first <= number) & (number <= last), gains, 0.0).amax(dim=0)
+        A_norm = torch.where(moved, changes / lengths, 0.0).amax(dim=0)  # as far as it is known
+        decades = torch.zeros_like(gain) if self.residuals == "irregular" else torch.log10(before / after)
+        sudden = (decades / _SUDDEN).clamp(0, 1)
+        error = residual * torch.maximum(gain ** (1 - sudden) * A_norm**-sudden, 1 / A_norm)
         if stats.damping:
             noise = torch.finfo(history.dtype).eps ** 0.5 * history[:-1]
             widest = torch.where(moved, lengths / torch.maximum(changes, noise), 0.0).amax(dim=0)
-            error = error + 2 * stats.damping * norm * (widest * norm / history[0]).sqrt()
-        return torch.where(last.squeeze(0) > 0, _relative(error, norm), torch.nan)
+            error = error + 2 * stats.damping * norm * (widest * norm / self.size.cpu().double()).sqrt()
+        return torch.where(last.squeeze(0) > 0, _relative(_ITERATIVE * error, norm), torch.nan).to(stats.residual)
 
     def value_error(self, stats: Stats) -> Tensor | None:
-        if self.seen is None or stats.hint is None:
+        if self.seen is None or self.unseen is None or stats.norm is None:
             return None
+        stretched = self.unseen * batch.divide(stats.norm.reshape(-1), self.size)
         # What the Krylov space lacks for v it lacks for F as well.
-        return _SAFETY * torch.maximum(_promoted(self.seen), _flat(stats.hint)) * (1 + self.adjoint_error(stats))
-
-    def _falling(self, history: Tensor) -> Tensor:
-        """Residuals that never rise; those of MINRES for CG, 1 / ρ² = Σ 1 / ρ_k² over the steps so far."""
-        return history.square().reciprocal().cumsum(dim=0).rsqrt() if self.residuals == "orthogonal" else history.cummin(dim=0)[0]
+        return _ITERATIVE * torch.hypot(self.seen, stretched) * (1 + 2 * self.adjoint_error(stats))
 
 
 @dataclass
@@ -93,14 +108,16 @@ class Factored:
     watched: Tensor | None = None
 
     def adjoint_error(self, stats: Stats) -> Tensor:
+        assert stats.norm is not None
         J = self._undamped(stats)
         error = _length_of_solution(J, self.rhs - (J @ self.value.unsqueeze(2)).squeeze(2))
-        return _relative(error, _flat(stats.norm))
+        return _relative(_DIRECT * error, stats.norm.reshape(-1)).to(stats.residual)
 
     def value_error(self, stats: Stats) -> Tensor | None:
         if self.watched is None:
             return None
-        return _SAFETY * _length_of_solution(self._undamped(stats).mT, self.watched.to(self.matrix.dtype))
+        error = _length_of_solution(self._undamped(stats).mT, self.watched.to(self.matrix.dtype))
+        return (_DIRECT * error).to(stats.residual)
 
     def _undamped(self, stats: Stats) -> Tensor:
         return self.matrix - stats.damping * torch.eye(self.matrix.shape[1], dtype=self.matrix.dtype, device=self.matrix.device)
@@ -122,27 +139,21 @@ class Chosen:
         return None if first is None or second is None else torch.where(self.mask, torch.fmax(first, second), first)
 
 
+def outside(F: Tensor | None, inside: Tensor) -> Tensor | None:
+    """The length of the rest of F, (B,), where its components in an orthonormal basis have the squares `inside` in sum."""
+    if F is None:
+        return None
+    whole = batch.dot(F, F)
+    rest = whole - inside
+    return torch.where(rest > 100 * torch.finfo(F.dtype).eps * whole, rest, 0.0).sqrt()
+
+
 def _relative(error: Tensor, norm: Tensor) -> Tensor:
     """The error over ‖g‖, at most 1: a g that is wrong altogether. NaN where both are zero: there was nothing to solve."""
-    return (_SAFETY * error / norm).clamp_max(1.0)
+    return (error / norm).clamp_max(1.0)
 
 
 def _length_of_solution(A: Tensor, b: Tensor) -> Tensor:
     """‖A⁻¹b‖, (B,); infinite where A is singular."""
     x, _ = torch.linalg.solve_ex(A, b.unsqueeze(2))
     return torch.where(batch.finite(b), batch.norm(x.squeeze(2)).nan_to_num(nan=torch.inf), torch.nan)
-
-
-def _at(rows: Tensor, number: Tensor) -> Tensor:
-    """Per sample the row of this number, counted from 1: (K, B), (1, B) -> (B,)."""
-    return rows.gather(0, (number - 1).clamp_min(0)).squeeze(0)
-
-
-def _flat(a: Tensor | None) -> Tensor:
-    assert a is not None
-    return _promoted(a.reshape(-1))
-
-
-def _promoted(a: Tensor) -> Tensor:
-    """In float32 at least."""
-    return a.to(torch.promote_types(a.dtype, torch.float32))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.linear.base import LinearSolver
-from torchdil.linear.evidence import Steps
+from torchdil.linear.evidence import Steps, outside
 from torchdil.linear.spectrum import Matrix
 from torchdil.operator import Operator
 from torchdil.solution import Result, Status
@@ -49,7 +49,7 @@ class GMRES(LinearSolver):
         eps = torch.finfo(rhs.dtype).eps
         largest, size = torch.zeros_like(rhs[:, 0]), torch.zeros_like(rhs[:, 0])  # of A M⁻¹, of A
         spectrum = None
-        watched, seen = self.watched(operator, transpose), torch.zeros_like(largest)
+        watched, seen, inside = self.watched(operator, transpose), torch.zeros_like(largest), torch.zeros_like(largest)
         lengths: list[Tensor] = []
         progress = self.progress(batch.norm(r), rhs)
         while not progress.finished():
@@ -95,9 +95,10 @@ class GMRES(LinearSolver):
             inverse = _inverse(R[:, :k, :k])
             u = _trusted(inverse, g[:, :k], torch.stack(estimates, dim=1), eps * largest)
             lengths += torch.linalg.vector_norm(inverse * g[:, None, :k], dim=1).unbind(1)
-            if watched is not None:  # A V R⁻¹ has orthonormal columns; untaken ones have no part in R⁻ᵀ
-                parts = inverse.mT @ (V[:, :k] @ watched.unsqueeze(2))
-                seen = torch.maximum(seen, batch.norm(torch.where(g[:, :k] != 0, parts.squeeze(2), 0.0)))
+            if watched is not None:  # A V R⁻¹ has orthonormal columns
+                parts = torch.where(g[:, :k] != 0, (V[:, :k] @ watched.unsqueeze(2)).squeeze(2), 0.0)
+                seen = torch.maximum(seen, batch.norm((inverse.mT @ parts.unsqueeze(2)).squeeze(2)))
+                inside = torch.maximum(inside, batch.dot(parts, parts))
             trial = x + precondition((u.unsqueeze(1) @ V[:, :k]).squeeze(1))
             r_trial = rhs - system(trial)
             better = (batch.norm(r_trial) < beta) & (u != 0).any(dim=1)
@@ -106,7 +107,8 @@ class GMRES(LinearSolver):
             progress.settle(refuted & ~(batch.norm(r) < 0.5 * beta), self.attainable(size, x, rhs))
         x = self.tamed(x, size, rhs, progress)
         method = ("preconditioned " if self.preconditioner is not None else "") + f"GMRES({self.restart})"
-        evidence = Steps(lengths, progress.history, seen=None if watched is None else seen)
+        evidence = Steps(lengths, progress.history, batch.norm(rhs))
+        evidence.seen, evidence.unseen = None if watched is None else seen, outside(watched, inside)
         return self.result(x, progress, method, operator.products - before, spectrum, evidence)
 
 

@@ -16,7 +16,7 @@ from torchdil import batch
 from torchdil.live import LiveTable
 from torchdil.problem import Problem
 from torchdil.progress import Progress
-from torchdil.solution import Result, Stats
+from torchdil.solution import Result, Stats, Status
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,10 @@ class Solver(ABC):
     def __post_init__(self) -> None:
         for name in ("rtol", "atol"):
             value = getattr(self, name)
-            if value is not None and not value >= 0:
+            if value is not None and not (isinstance(value, (int, float)) and value >= 0):
                 raise ValueError(f"{name} must be a number >= 0, got {value!r}.")
+        if not isinstance(self.max_steps, int):
+            raise TypeError(f"max_steps must be an integer, got {self.max_steps!r}.")
         if self.max_steps < 1:
             raise ValueError(f"max_steps must be at least 1, got {self.max_steps!r}.")
 
@@ -54,6 +56,10 @@ class Solver(ABC):
             tolerance: ‖F‖ to reach, (B,).
         """
 
+    def resume(self, problem: Problem, y: Tensor, tolerance: Tensor) -> Result:
+        """Go on from an answer of this solver's that turned out not to be good enough."""
+        return self.solve(problem, y, tolerance)
+
     def accuracy(self, dtype: torch.dtype) -> float:
         """What is asked for: rtol, or the default for the dtype."""
         return batch.default_rtol(dtype) if self.rtol is None else self.rtol
@@ -63,8 +69,12 @@ class Solver(ABC):
         return self.accuracy(dtype)
 
     def progress(self, problem: Problem, F: Tensor, tolerance: Tensor, patience: int, score: Tensor | None = None) -> Progress:
-        """Bookkeeping for an iteration that starts with F, (B, n), and, for the table, the objective, (B,)."""
-        return Progress(batch.norm(F), tolerance, self.max_steps, patience, self.table(problem, len(F)), score)
+        """Bookkeeping for an iteration that starts with F, (B, n), and with the merit that must fall, (B,), if one does."""
+        shown = None if problem.objective is None else score
+        progress = Progress(batch.norm(F), tolerance, self.max_steps, patience, self.table(problem, len(F)), shown)
+        if score is not None:
+            progress.stop(~torch.isfinite(score), Status.non_finite)
+        return progress
 
     def table(self, problem: Problem, samples: int) -> LiveTable | None:
         """Where to show each step, if asked for."""

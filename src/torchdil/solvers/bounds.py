@@ -33,6 +33,13 @@ def check_bounds(bounds: Any) -> None:
         raise ValueError(f"bounds must have low < high everywhere, got {bounds!r}.")
 
 
+def as_numbers(bounds: Any) -> tuple[Any, ...]:
+    """The bounds as a tuple that is equal for equal bounds."""
+    leaves, spec = pytree.tree_flatten(bounds)
+    numbers = tuple(tuple(torch.as_tensor(leaf, dtype=torch.float64).flatten().tolist()) for leaf in leaves)
+    return (str(spec), *numbers)
+
+
 def _leaves(bound: Any, spec: pytree.TreeSpec) -> list[Any]:
     """The numbers and tensors of one bound in the order of `spec`; one number stands for all."""
     if isinstance(bound, (int, float)) or (isinstance(bound, Tensor) and bound.dim() == 0):

@@ -1,4 +1,9 @@
-"""Gradient descent y ← y - t ∇f(y), plain, with momentum or Nesterov's, t per sample."""
+"""Gradient descent y ← y - t ∇f(y), plain, with momentum or Nesterov's, t per sample.
+
+The step of Barzilai and Borwein (1988), 1 over the curvature along the last move, is far better than steepest descent because
+it lets the score rise now and then. So it is shortened only where the score would exceed the largest of the last ten (Raydan
+1997).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,10 @@ from torchdil import batch
 from torchdil.problem import Problem
 from torchdil.solution import Result, Status
 from torchdil.solvers.base import Solver
-from torchdil.solvers.line_search import Iterate, search
+from torchdil.solvers.line_search import Iterate, first_step, search
+
+# How many of the last scores a new one is compared with.
+_LOOK_BACK = 10
 
 
 @dataclass(frozen=True)
@@ -19,7 +27,7 @@ class GradientDescent(Solver):
     """Gradient descent for an argmin.
 
     Attributes:
-        step_size: t; None: the Barzilai-Borwein step of the last move, shortened until the score falls enough.
+        step_size: t; None: the Barzilai-Borwein step of the last move, shortened where the score rises too much.
         momentum: μ; the direction is d ← μ d - ∇f (Polyak's heavy ball).
         nesterov: take the gradient at the point y + μ (y - y_last) that the momentum leads to. Without a `momentum`, μ grows as
             (k - 1) / (k + 2) and starts anew where it leads uphill (O'Donoghue and Candès 2015).
@@ -44,26 +52,33 @@ class GradientDescent(Solver):
         problem.argmin_only("GradientDescent")
         now = Iterate.at(problem, y0)
         progress = self.progress(problem, now.F, tolerance, 1000, now.merit)
-        # The first step moves y by its own size, or by one.
-        step = batch.divide(batch.norm(y0).clamp_min(1.0), batch.norm(now.F)).detach()
+        step = first_step(problem, now)
         move, age = torch.zeros_like(y0), torch.zeros_like(step)
+        scores = [now.merit]
         while not progress.finished():
-            start, direction = self._lead(problem, now, move, age)
-            stuck = torch.zeros_like(progress.running)
+            running = progress.running
+            start, direction = self._lead(problem, now, batch.select(running, move, torch.zeros_like(move)), age)
+            stuck = torch.zeros_like(running)
             if self.step_size is None:
-                new, moved = search(problem, start, direction, step, progress.running)
-                new, stuck = new.where(moved, now), progress.running & ~moved
+                plain = not (self.momentum or self.nesterov)
+                highest = torch.stack(scores).amax(dim=0) if plain else None
+                new, moved = search(problem, start, direction, step, running, highest=highest)
+                new, stuck = new.where(moved, now), running & ~moved
                 progress.stop(stuck & (batch.norm(move) == 0), Status.stagnated)  # else it goes on without its momentum
             else:
-                new = Iterate.at(problem, start.y + self.step_size * direction).where(progress.running, now)
+                new = Iterate.at(problem, batch.select(running, start.y + self.step_size * direction, now.y))
+                lost = ~(batch.finite(new.F) & torch.isfinite(new.merit))
+                progress.stop(lost, Status.non_finite)
+                new = new.where(~lost, now)
             dy, dF = (new.y - start.y).detach(), (new.F - start.F).detach()
             problem.remember(dy, dF)
             curvature = batch.divide(batch.dot(dy, dF), batch.dot(dy, dy))
-            step = torch.where(curvature > 0, batch.divide(torch.ones_like(step), curvature), 2 * step)
+            longer = torch.where(curvature > 0, batch.divide(torch.ones_like(step), curvature), 2 * step)
+            step = torch.where(running, longer, step)
             lost = stuck | (batch.dot(start.F, new.y - now.y) > 0) if self.nesterov else stuck
             age = torch.where(lost, 0.0, age + 1)
             move = batch.select(lost, torch.zeros_like(dy), new.y - now.y if self.nesterov else self.momentum * direction)
-            now = new
+            now, scores = new, [*scores[1 - _LOOK_BACK :], new.merit]
             progress.advance(batch.norm(now.F), now.merit)
         return self.result(now.y, progress)
 

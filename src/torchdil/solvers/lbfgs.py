@@ -16,7 +16,7 @@ from torchdil import batch
 from torchdil.problem import Problem
 from torchdil.solution import Result, Status
 from torchdil.solvers.base import Solver
-from torchdil.solvers.line_search import Iterate, search
+from torchdil.solvers.line_search import Iterate, first_step, search
 
 # Δyᵀ ΔF over the lengths: below this a step says nothing certain of the curvature and is not used.
 _CURVED = 1e-10
@@ -45,7 +45,7 @@ class LBFGS(Solver):
         now = Iterate.at(problem, y0)
         progress = self.progress(problem, now.F, tolerance, 200, now.merit)
         memory = _Memory(y0, self.history)
-        step = _first_step(now)
+        step = first_step(problem, now)
         while not progress.finished():
             direction = -memory.apply(now.F)
             uphill = ~(batch.dot(direction, now.F) < 0)  # rounding, or NaN
@@ -53,19 +53,16 @@ class LBFGS(Solver):
             new, moved = search(problem, now, direction, step, progress.running, curvature=0.9)
             stuck = progress.running & ~moved
             progress.stop(stuck & (memory.fresh | uphill), Status.stagnated)
-            memory.forget(stuck)  # where the memory led nowhere, the gradient may lead on
+            begins_anew = bool(stuck.any())
+            if begins_anew:
+                memory.forget(stuck)  # where the memory led nowhere, the gradient may lead on
             dy, dF = (new.y - now.y).detach(), (new.F - now.F).detach()
             memory.add(dy, dF)
             problem.remember(dy, dF)
             now = new
-            step = torch.where(moved, 1.0, _first_step(now))
+            step = torch.where(stuck, first_step(problem, now), 1.0) if begins_anew else torch.ones_like(step)
             progress.advance(batch.norm(now.F), now.merit)
         return self.result(now.y, progress)
-
-
-def _first_step(now: Iterate) -> Tensor:
-    """Without a memory the step moves y by its own size, or by one, but not further than the gradient is long."""
-    return batch.divide(batch.norm(now.y).clamp_min(1.0), batch.norm(now.F)).clamp_max(1.0).detach()
 
 
 class _Memory:
@@ -94,10 +91,9 @@ class _Memory:
 
     def forget(self, mask: Tensor) -> None:
         """Drop all steps of the samples in `mask`."""
-        if bool(mask.any()):
-            for a in (self.S, self.Q, self.SQ, self.QQ):
-                a.masked_fill_(mask[:, None, None], 0.0)
-            self.scaling, self.fresh = torch.where(mask, 1.0, self.scaling), self.fresh | mask
+        for a in (self.S, self.Q, self.SQ, self.QQ):
+            a.masked_fill_(mask[:, None, None], 0.0)
+        self.scaling, self.fresh = torch.where(mask, 1.0, self.scaling), self.fresh | mask
 
     def apply(self, r: Tensor) -> Tensor:
         """H r, (B, n)."""
@@ -110,12 +106,17 @@ class _Memory:
         gamma = self.scaling[:, None]
         S, Q = (self.S.clone(), self.Q.clone()) if r.requires_grad else (self.S, self.Q)  # a graph must not see later steps
         Sr, Qr = batch.rows(S, r)[:, order], batch.rows(Q, r)[:, order]
-        a = torch.linalg.solve_triangular(R, Sr.unsqueeze(2), upper=True).squeeze(2)
-        inner = D * a + gamma * (batch.rows(QQ, a) - Qr)
-        b = torch.linalg.solve_triangular(R.mT, inner.unsqueeze(2), upper=False).squeeze(2)
+        a = _triangular(R, Sr, upper=True)
+        b = _triangular(R.mT, D * a + gamma * (batch.rows(QQ, a) - Qr), upper=False)
         b, a = (self._spread(c, order) for c in (b, a))
         return gamma * r + batch.combine(S, b) - gamma * batch.combine(Q, a)
 
     def _spread(self, c: Tensor, order: Tensor) -> Tensor:
         """Coefficients in the order of storage, (B, m)."""
         return c.new_zeros(c.shape[0], self.S.shape[1]).index_copy(1, order, c)
+
+
+def _triangular(R: Tensor, b: Tensor, upper: bool) -> Tensor:
+    """R⁻¹ b per sample, (B, m, m) x (B, m) -> (B, m)."""
+    dtype = R.dtype if R.dtype in (torch.float32, torch.float64) else torch.float32  # LAPACK knows no half precision
+    return torch.linalg.solve_triangular(R.to(dtype), b.to(dtype).unsqueeze(2), upper=upper).squeeze(2).to(b.dtype)

@@ -12,6 +12,8 @@ from torchdil.problem import Problem
 
 _SUFFICIENT = 1e-4
 _MAX_TRIALS = 40
+# How often a step that is too short is doubled: a score without a minimum would have it doubled for ever.
+_MAX_DOUBLINGS = 10
 
 
 class Iterate(NamedTuple):
@@ -34,6 +36,15 @@ class Iterate(NamedTuple):
         )
 
 
+def first_step(problem: Problem, start: Iterate) -> Tensor:
+    """How far to go along -F, (B,): to the minimum if f is a parabola there, else as far as y is long, or by one."""
+    with torch.no_grad():
+        F = start.F.detach()
+        curvature = batch.dot(F, problem.operator(start.y).rmv(F))
+        parabola, length = batch.divide(batch.dot(F, F), curvature), batch.norm(start.y).clamp_min(1.0)
+        return torch.where(curvature > 0, parabola, batch.divide(length, batch.norm(F))).detach()
+
+
 def search(
     problem: Problem,
     start: Iterate,
@@ -41,11 +52,15 @@ def search(
     step: Tensor,
     running: Tensor,
     curvature: float | None = None,
+    highest: Tensor | None = None,
 ) -> tuple[Iterate, Tensor]:
     """Change each sample's step until the merit falls enough (Armijo); returns the new iterates and which samples moved.
 
     With `curvature` c the step must not be too short either: slope(t) >= c slope(0), the second Wolfe condition, found by
     bracketing (Lewis and Overton 2013). Then Δyᵀ ΔF > 0, which is what quasi-Newton methods live on.
+
+    With `highest`, (B,), the merit must fall enough below that only, not below the start's: a step that is good in the long run
+    may raise it for once (Grippo, Lampariello and Lucidi 1986).
 
     Close to a minimum the objective is flat to rounding long before its gradient is zero. A change that rounding may have made
     is accepted if ‖F‖ and the slope fall instead (the approximate Wolfe condition of Hager and Zhang 2005).
@@ -58,18 +73,22 @@ def search(
     F_norm = batch.norm(start.F)
     current, moved, open_ = start, torch.zeros_like(running), running
     low, high = torch.zeros_like(step), torch.full_like(step, torch.inf)
-    for _ in range(_MAX_TRIALS):
-        trial = Iterate.at(problem, start.y + batch.scale(step, direction))
+    allowed = torch.zeros_like(step) if highest is None else (highest - start.merit).clamp_min(0)
+    for number in range(_MAX_TRIALS):
+        # Samples that are done are evaluated where they are: elsewhere the function may not even exist.
+        trial = Iterate.at(problem, batch.select(open_, start.y + batch.scale(step, direction), start.y))
         change = (trial.merit - start.merit).detach()
-        enough = change <= _SUFFICIENT * step * slope
+        enough = change <= allowed + _SUFFICIENT * step * slope
         flat = ((change <= noise) | unseen) & (batch.norm(trial.F) < F_norm)
         if is_argmin:
             slope_now = batch.dot(trial.F, direction).detach()
             flat = flat & (slope_now.abs() <= (1 - 2 * _SUFFICIENT) * slope.abs())
-        fallen = open_ & (enough | flat) & batch.finite(trial.F)
+        fallen = open_ & (enough | flat) & batch.finite(trial.F) & torch.isfinite(trial.merit)
         # A step that is too short is kept, in case no longer one is good.
         current, moved = trial.where(fallen, current), moved | fallen
-        short = fallen & ~flat & (slope_now < curvature * slope) if curvature is not None else torch.zeros_like(fallen)
+        short = torch.zeros_like(fallen)
+        if curvature is not None and number < _MAX_DOUBLINGS:
+            short = fallen & ~flat & (slope_now < curvature * slope)
         open_ = open_ & (~fallen | short)
         if not bool(open_.any()):
             break

@@ -25,6 +25,11 @@ class Picard(Solver):
 
     relaxation: float = 1.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.relaxation > 0:
+            raise ValueError(f"relaxation must be a number > 0, got {self.relaxation!r}.")
+
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
         y, F = y0, problem.evaluate(y0)
         progress = self.progress(problem, F, tolerance, patience=100)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torchdil.batch import Layout
 from torchdil.problem import Problem
 from torchdil.solution import Result, Stats, Status
 from torchdil.solvers.base import Solver
-from torchdil.solvers.bounds import Box, check_bounds, clip, rows_of
+from torchdil.solvers.bounds import Box, as_numbers, check_bounds, clip, rows_of
 
 # How many numbers of particles to hold at a time.
 _CHUNK = 2**24
@@ -38,16 +38,18 @@ class _Sampling(Solver):
     """Base of the solvers that sample; `RandomShooting` says what the fields are."""
 
     max_steps: int = 100
-    bounds: tuple[Any, Any] | None = None
+    bounds: tuple[Any, Any] | None = field(default=None, compare=False)
     particles: int = 1000
     scale: float | None = None
     seed: int | torch.Generator = 0
     polish: Solver | None = None
+    _box: Any = field(default=None, init=False, repr=False)  # the bounds as numbers, which can be compared and hashed
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bounds is not None:
             check_bounds(self.bounds)
+            object.__setattr__(self, "_box", as_numbers(self.bounds))
         if not isinstance(self.particles, int) or self.particles < 2:
             raise ValueError(f"particles must be an integer of at least 2, got {self.particles!r}.")
         if self.scale is not None and not 0 < self.scale < math.inf:
@@ -78,6 +80,15 @@ class _Sampling(Solver):
         if self.polish is not None:
             result = self._polished(problem, result, score, y0, box)
         return result._replace(status=torch.where(lowest.isfinite(), result.status, int(Status.non_finite)))
+
+    def resume(self, problem: Problem, y: Tensor, tolerance: Tensor) -> Result:
+        if self.polish is None:
+            return self.solve(problem, y, tolerance)
+        box = None if self.bounds is None else rows_of(self.bounds, problem.layout or Layout.of(y, 1), y)
+        F, score = problem.measure(y)
+        residual = batch.norm(F)
+        stats = Stats(type(self).__name__, torch.zeros_like(residual, dtype=torch.long), residual, tolerance)
+        return self._polished(problem, Result(y, stats.steps, stats), score, y, box)
 
     def _search(
         self, problem: Problem, scorer: _Scorer, start: Tensor, first: Tensor, box: Box | None

@@ -47,6 +47,7 @@ class TorchOptim(Solver):
     ) -> None:
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
             raise TypeError(f"cls must be an optimiser class such as torch.optim.Adam, got {cls!r}.")
+        kwargs = {**kwargs.pop("kwargs", {}), **kwargs}  # `dataclasses.replace` hands them over by their field
         values = {"rtol": rtol, "atol": atol, "max_steps": max_steps, "verbose": verbose, "cls": cls, "kwargs": kwargs}
         for name, value in values.items():
             object.__setattr__(self, name, value)
