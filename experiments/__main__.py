@@ -13,7 +13,7 @@ import torchdil as dil
 from benchmarks import core, scale
 from benchmarks.__main__ import machine
 from benchmarks.tables import machine as in_words
-from experiments import faults, kepler, kepler_page, page, trust
+from experiments import coverage, coverage_page, faults, kepler, kepler_page, page, trust
 
 RESULTS = Path("results")
 # Unknowns of the large problems, and how often they are timed.
@@ -38,6 +38,8 @@ def main() -> None:
     began = time.perf_counter()
     print("gradient quality ...", flush=True)
     quality = trust.run(trust.Config.preset(options.preset), options.seed)
+    print("error estimates ...", flush=True)
+    estimates = coverage.run(coverage.Config.preset(options.preset), options.seed)
     print("planted faults ...", flush=True)
     planted = faults.run()
     print("Kepler's equation ...", flush=True)
@@ -71,6 +73,12 @@ def main() -> None:
             )
             + page.vector_graphic(trust.figure(quality))
             + page.table(quality["rows"]),
+        ),
+        (
+            "How often is an estimated error right?",
+            page.paragraph(coverage_page.answer(estimates).replace("*", ""))
+            + page.vector_graphic(coverage_page.figure(estimates))
+            + page.table(coverage_page.rows(estimates)),
         ),
         (
             "Whose fault is a wrong gradient?",

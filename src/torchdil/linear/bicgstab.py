@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.linear.base import LinearSolver
-from torchdil.linear.evidence import Steps, outside
+from torchdil.linear.evidence import Steps
 from torchdil.operator import Operator
 from torchdil.solution import Result, Status
 
@@ -38,7 +38,7 @@ class BiCGStab(LinearSolver):
         progress = self.progress(batch.norm(r), rhs)
         restarts = torch.zeros_like(progress.steps)
         size = torch.zeros_like(progress.tolerance)  # ‖A‖ as far as it is known
-        watched, seen, inside = self.watched(operator, transpose), torch.zeros_like(size), torch.zeros_like(size)
+        watched, seen = self.watched(operator, transpose), torch.zeros_like(size)
         lengths: list[Tensor] = []
         generator = torch.Generator(rhs.device).manual_seed(0)
         noise = torch.randn(rhs.shape, generator=generator, dtype=rhs.dtype, device=rhs.device) / rhs.shape[1] ** 0.5
@@ -61,7 +61,7 @@ class BiCGStab(LinearSolver):
                 p_hat = precondition(p)
                 v = system(p_hat)
                 v_norm = batch.norm(v)
-                size = torch.maximum(size, batch.divide(v_norm, batch.norm(p_hat)))
+                size = torch.where(active, torch.maximum(size, batch.divide(v_norm, batch.norm(p_hat))), size)
                 sigma = batch.dot(shadow, v)
                 blocked = sigma.abs() <= eps * batch.norm(shadow) * v_norm
                 alpha = torch.where(active & ~blocked, batch.divide(rho, sigma), 0.0)
@@ -72,9 +72,8 @@ class BiCGStab(LinearSolver):
                 step = batch.scale(alpha, p_hat) + batch.scale(omega, s_hat)
                 x, r_new = x + step, s - batch.scale(omega, t)
                 lengths.append(batch.norm(step))
-                if watched is not None:  # as if the residuals, and their changes, were orthogonal
+                if watched is not None:  # as if the changes of the residual were orthogonal
                     seen = torch.hypot(seen, batch.divide(batch.dot(step, watched), batch.norm(r - r_new)))
-                    inside = inside + torch.where(active, batch.divide(batch.dot(r, watched).square(), batch.dot(r, r)), 0.0)
                 r = r_new
                 # An ω of zero leaves nothing to divide by in the next β.
                 broken = blocked | (omega.abs() * batch.norm(t) <= eps * batch.norm(s))
@@ -92,6 +91,6 @@ class BiCGStab(LinearSolver):
             progress.settle(refuted & ~(new < 0.5 * old), self.attainable(size, x, rhs))
         x = self.tamed(x, size, rhs, progress)
         method = ("preconditioned " if self.preconditioner is not None else "") + "BiCGStab"
-        evidence = Steps(lengths, progress.history, batch.norm(rhs), "irregular")
-        evidence.seen, evidence.unseen = None if watched is None else seen, outside(watched, inside)
+        F = None if watched is None else batch.norm(watched)
+        evidence = Steps(lengths, progress.history, batch.norm(rhs), size, "irregular", F, seen)
         return self.result(x, progress, method, operator.products - before, evidence=evidence)

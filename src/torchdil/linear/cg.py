@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.linear.base import LinearSolver
-from torchdil.linear.evidence import Steps, outside
+from torchdil.linear.evidence import Steps
 from torchdil.linear.normal_cg import NormalCG
 from torchdil.linear.spectrum import Ritz
 from torchdil.operator import Operator
@@ -62,15 +62,14 @@ class CG(LinearSolver):
         betas: list[Tensor] = []
         lengths: list[Tensor] = []
         watched = self.watched(operator, transpose)
-        # Of the solution w of J w = F so far: ‖w‖² and wᵀp. Of F: pᵀF, and the square of its part in the Krylov space.
-        seen, along, pF, inside, beta = (torch.zeros_like(rz) for _ in range(5))
+        seen, along = torch.zeros_like(rz), torch.zeros_like(rz)  # ‖w‖² and wᵀp, w being the solution of J w = F so far
         progress = self.progress(initial, rhs)
         # Few operations on (B,) vectors: on an accelerator each is a launch. Done samples may divide by zero, and are masked.
         while not progress.finished():
             q = system(p)
             pq = batch.dot(p, q)
             curvature = pq / p_norm2
-            largest = torch.maximum(largest, curvature.abs())
+            largest = torch.where(progress.running, torch.maximum(largest, curvature.abs()), largest)
             floor = 10 * eps * largest
             lower = torch.minimum(least, curvature)
             progress.stop((lower <= floor) & (floor < torch.inf), torch.where(curvature < -floor, *_ENDS))
@@ -79,19 +78,16 @@ class CG(LinearSolver):
             alpha = torch.where(running, rz / pq, 0.0)
             x.addcmul_(alpha.unsqueeze(1), p)
             lengths.append(alpha * p_norm2.sqrt())
-            if watched is not None:
-                rF = batch.dot(r, watched)
-                pF, along = rF + beta * pF, beta * along
-                part = torch.where(running, pF / pq, 0.0)
-                seen = seen + part * (2 * along + part * p_norm2)
-                along = along + part * p_norm2
-                inside = inside + torch.where(running, rF.square() / rz, 0.0)
             r_old = r.clone() if self.flexible else None
             r.addcmul_(alpha.unsqueeze(1), q, value=-1)
             del q
             z = precondition(r)
             rz_old, rz = rz, batch.dot(r, z)
             beta = torch.where(running, (rz if r_old is None else rz - batch.dot(z, r_old)) / rz_old, 0.0)
+            if watched is not None:
+                part = torch.where(running, batch.dot(p, watched) / pq, 0.0)
+                seen = seen + part * (2 * along + part * p_norm2)
+                along = beta * (along + part * p_norm2)
             torch.addcmul(z, beta.unsqueeze(1), p, out=p)
             p_norm2 = rz + beta.square() * p_norm2
             alphas.append(alpha)
@@ -104,6 +100,6 @@ class CG(LinearSolver):
         x = x.masked_fill_(astray.unsqueeze(1), 0.0) if origin is None else batch.select(astray, origin, x)
         progress.history[-1] = torch.where(astray, initial, residual)
         method = ("preconditioned " if self.preconditioner is not None else "") + "CG"
-        evidence = Steps(lengths, progress.history, batch.norm(rhs), "orthogonal")
-        evidence.seen, evidence.unseen = None if watched is None else seen.clamp_min(0).sqrt(), outside(watched, inside)
+        F = None if watched is None else batch.norm(watched)
+        evidence = Steps(lengths, progress.history, batch.norm(rhs), largest, "orthogonal", F, seen.clamp_min(0).sqrt())
         return self.result(x, progress, method, operator.products - before, Ritz(alphas, betas), evidence)

@@ -4,12 +4,13 @@ A x = rhs was solved down to a residual ρ, where A = Jᵀ + εI, x = g and rhs 
 
 - Error of g. The last step went ℓ far and took the residual from ρ' to ρ, so A⁻¹ stretches residuals by about G = ℓ / (ρ' - ρ),
   and ‖x - A⁻¹ rhs‖ ≈ ρ G. After a sudden fall f = ρ' / ρ, though, the direction which G belongs to is done with, and the others
-  are stretched by anything down to 1 / ‖A‖: with s = log₁₀ f / 3, at most 1, the guess is ρ G^(1-s) ‖A‖^-s. The residuals of CG
-  go up and down: there G is the largest ‖x - x_k‖ / ρ_k over the last tenth of the steps, ρ_k being what MINRES would have had.
-- Damping adds ε J⁻ᵀg. What J⁻ᵀ does to g lies between what it did to v, ‖g‖ / ‖v‖, and the most that a step saw of it.
+  may be stretched as little as G₀ = ℓ / |ρ' - ρ| of any step: with s = log₁₀ f / 3, at most 1, the guess is ρ G^(1-s) G₀^s. The
+  residuals of CG go up and down: there G is the largest ‖x - x_k‖ / ρ_k over the last tenth of the steps, ρ_k being what MINRES
+  would have had.
+- Damping adds ε J⁻ᵀg. What J⁻ᵀ does to g lies between what it did to v, ‖g‖ / ‖v‖, and the largest ℓ / |ρ' - ρ| of any step.
 - Error of y. e = J⁻¹F is not sought, but each product tells a part of it, as (A d)ᵀ e = dᵀF. Where the A d are orthonormal,
-  ‖e‖² >= Σ (dᵀF)². The p of CG are conjugate instead, and Σ p (pᵀF) / (pᵀA p) is the Galerkin solution of J e = F. What part of
-  F is outside the Krylov space is taken to be stretched as v was, by ‖g‖ / ‖v‖.
+  ‖e‖² >= Σ (dᵀF)². The p of CG are conjugate instead, and Σ p (pᵀF) / (pᵀA p) is the Galerkin solution of J e = F. What the
+  steps tell nothing of is at least ‖F‖ / ‖A‖ long.
 
 A direct solve has J itself, and ‖J⁻ᵀ(v - Jᵀg)‖ and ‖J⁻¹F‖ are but two solves more. These get a margin of a tenth for the
 curvature of F, the others are doubled, which makes them bounds in nine cases out of ten (docs/quality.md).
@@ -43,25 +44,27 @@ class Steps:
     Attributes:
         lengths: ‖x_k - x_{k-1}‖, one (B,) tensor a step; 0 marks a sample that was done.
         history: the residual before the first step and after each, one (B,) tensor each.
-        size: ‖rhs‖, (B,).
+        rhs: ‖rhs‖, (B,).
+        A: ‖A‖, (B,), as far as the products have shown it.
         residuals: "minimal" over the Krylov space, "orthogonal" to one another (CG) or "irregular" (BiCGStab).
-        seen: ‖J⁻¹F‖ as far as the steps tell, (B,); None: F was not looked at.
-        unseen: the length of the part of F that is outside the Krylov space, (B,).
+        F: ‖F‖, (B,); None: it was not looked at.
+        seen: ‖J⁻¹F‖ as far as the steps tell, (B,).
     """
 
     lengths: list[Tensor]
     history: list[Tensor]
-    size: Tensor
-    residuals: Literal["minimal", "orthogonal", "irregular"] = "minimal"
-    seen: Tensor | None = None
-    unseen: Tensor | None = None
+    rhs: Tensor
+    A: Tensor
+    residuals: Literal["minimal", "orthogonal", "irregular"]
+    F: Tensor | None
+    seen: Tensor
 
     def adjoint_error(self, stats: Stats) -> Tensor:
         assert stats.norm is not None
-        # In float64: squares of small residuals would be zero in float32.
+        # In float64: the square of a small residual is zero in float32.
         lengths, history = (torch.stack(a).cpu().double() for a in (self.lengths, self.history))
-        residual, norm = (a.reshape(-1).cpu().double() for a in (stats.residual, stats.norm))
-        changes, moved = history.diff(dim=0).abs(), lengths > 0
+        residual, norm, rhs = (a.reshape(-1).cpu().double() for a in (stats.residual, stats.norm, self.rhs))
+        moved, changes = lengths > 0, history.diff(dim=0).abs()
         lengths = torch.where(moved, lengths, 0.0)
         number = torch.arange(1, len(lengths) + 1).unsqueeze(1)
         last = (moved * number).amax(dim=0, keepdim=True)  # 0: nothing to solve
@@ -70,26 +73,25 @@ class Steps:
         falling = (history[:-1] ** -2).cumsum(dim=0).rsqrt() if oscillating else history[:-1].cummin(dim=0).values
         before = falling.gather(0, (last - 1).clamp_min(0)).squeeze(0)
         after = (before**-2 + residual**-2).rsqrt() if oscillating else residual
-        way = lengths.flip(0).cumsum(dim=0).flip(0)  # from before a step to the end
         first = last - (last - 1) // _WINDOW if oscillating else last
-        gains = way / (falling if oscillating else torch.maximum(falling - after, _FALL * falling))
+        travelled = lengths.flip(0).cumsum(dim=0).flip(0)  # from before a step to the end
+        gains = travelled / (falling if oscillating else torch.maximum(falling - after, _FALL * falling))
         gain = torch.where((first <= number) & (number <= last), gains, 0.0).amax(dim=0)
-        A_norm = torch.where(moved, changes / lengths, 0.0).amax(dim=0)  # as far as it is known
         decades = torch.zeros_like(gain) if self.residuals == "irregular" else torch.log10(before / after)
         sudden = (decades / _SUDDEN).clamp(0, 1)
-        error = residual * torch.maximum(gain ** (1 - sudden) * A_norm**-sudden, 1 / A_norm)
+        least = 1 / torch.where(moved, changes / lengths, 0.0).amax(dim=0)
+        error = residual * torch.maximum(gain ** (1 - sudden) * least**sudden, least)
         if stats.damping:
-            noise = torch.finfo(history.dtype).eps ** 0.5 * history[:-1]
-            widest = torch.where(moved, lengths / torch.maximum(changes, noise), 0.0).amax(dim=0)
-            error = error + 2 * stats.damping * norm * (widest * norm / self.size.cpu().double()).sqrt()
+            noise = torch.finfo(self.rhs.dtype).eps ** 0.5 * history[:-1]
+            most = torch.where(moved, lengths / torch.maximum(changes, noise), 0.0).amax(dim=0)
+            error = error + 2 * stats.damping * norm * (most * norm / rhs).sqrt()
         return torch.where(last.squeeze(0) > 0, _relative(_ITERATIVE * error, norm), torch.nan).to(stats.residual)
 
     def value_error(self, stats: Stats) -> Tensor | None:
-        if self.seen is None or self.unseen is None or stats.norm is None:
+        if self.F is None:
             return None
-        stretched = self.unseen * batch.divide(stats.norm.reshape(-1), self.size)
         # What the Krylov space lacks for v it lacks for F as well.
-        return _ITERATIVE * torch.hypot(self.seen, stretched) * (1 + 2 * self.adjoint_error(stats))
+        return _ITERATIVE * torch.hypot(self.seen, self.F / self.A) * (1 + 2 * self.adjoint_error(stats))
 
 
 @dataclass
@@ -137,15 +139,6 @@ class Chosen:
     def value_error(self, stats: Stats) -> Tensor | None:
         first, second = self.first.value_error(stats), self.second.value_error(stats)
         return None if first is None or second is None else torch.where(self.mask, torch.fmax(first, second), first)
-
-
-def outside(F: Tensor | None, inside: Tensor) -> Tensor | None:
-    """The length of the rest of F, (B,), where its components in an orthonormal basis have the squares `inside` in sum."""
-    if F is None:
-        return None
-    whole = batch.dot(F, F)
-    rest = whole - inside
-    return torch.where(rest > 100 * torch.finfo(F.dtype).eps * whole, rest, 0.0).sqrt()
 
 
 def _relative(error: Tensor, norm: Tensor) -> Tensor:

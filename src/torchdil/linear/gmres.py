@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.linear.base import LinearSolver
-from torchdil.linear.evidence import Steps, outside
+from torchdil.linear.evidence import Steps
 from torchdil.linear.spectrum import Matrix
 from torchdil.operator import Operator
 from torchdil.solution import Result, Status
@@ -49,7 +49,7 @@ class GMRES(LinearSolver):
         eps = torch.finfo(rhs.dtype).eps
         largest, size = torch.zeros_like(rhs[:, 0]), torch.zeros_like(rhs[:, 0])  # of A M⁻¹, of A
         spectrum = None
-        watched, seen, inside = self.watched(operator, transpose), torch.zeros_like(largest), torch.zeros_like(largest)
+        watched, seen = self.watched(operator, transpose), torch.zeros_like(largest)
         lengths: list[Tensor] = []
         progress = self.progress(batch.norm(r), rhs)
         while not progress.finished():
@@ -68,7 +68,7 @@ class GMRES(LinearSolver):
                     break
                 z = precondition(V[:, k])
                 w = system(z)
-                size = torch.maximum(size, batch.divide(batch.norm(w), batch.norm(z)))
+                size = torch.where(progress.running, torch.maximum(size, batch.divide(batch.norm(w), batch.norm(z))), size)
                 w, h = _orthogonalise(w, V[:, : k + 1])
                 below = batch.norm(w)
                 column = (Q[:, : k + 1, : k + 1] @ h.unsqueeze(2)).squeeze(2)
@@ -98,7 +98,6 @@ class GMRES(LinearSolver):
             if watched is not None:  # A V R⁻¹ has orthonormal columns
                 parts = torch.where(g[:, :k] != 0, (V[:, :k] @ watched.unsqueeze(2)).squeeze(2), 0.0)
                 seen = torch.maximum(seen, batch.norm((inverse.mT @ parts.unsqueeze(2)).squeeze(2)))
-                inside = torch.maximum(inside, batch.dot(parts, parts))
             trial = x + precondition((u.unsqueeze(1) @ V[:, :k]).squeeze(1))
             r_trial = rhs - system(trial)
             better = (batch.norm(r_trial) < beta) & (u != 0).any(dim=1)
@@ -107,8 +106,8 @@ class GMRES(LinearSolver):
             progress.settle(refuted & ~(batch.norm(r) < 0.5 * beta), self.attainable(size, x, rhs))
         x = self.tamed(x, size, rhs, progress)
         method = ("preconditioned " if self.preconditioner is not None else "") + f"GMRES({self.restart})"
-        evidence = Steps(lengths, progress.history, batch.norm(rhs))
-        evidence.seen, evidence.unseen = None if watched is None else seen, outside(watched, inside)
+        F = None if watched is None else batch.norm(watched)
+        evidence = Steps(lengths, progress.history, batch.norm(rhs), size, "minimal", F, seen)
         return self.result(x, progress, method, operator.products - before, spectrum, evidence)
 
 

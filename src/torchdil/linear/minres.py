@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.linear.base import LinearSolver
-from torchdil.linear.evidence import Steps, outside
+from torchdil.linear.evidence import Steps
 from torchdil.linear.spectrum import Tridiagonal
 from torchdil.operator import Operator, Product
 from torchdil.progress import Progress
@@ -44,13 +44,14 @@ class MINRES(LinearSolver):
         least_squares = torch.zeros_like(rhs[:, 0], dtype=torch.bool)
         progress = self.progress(batch.norm(r), rhs)
         watched = self.watched(operator, transpose)
-        evidence = Steps([], progress.history, batch.norm(rhs))
-        told = torch.zeros_like(rhs[:, :2])  # the squares of what the steps tell of J⁻¹F, and of the part of F in their space
+        F = None if watched is None else batch.norm(watched)
+        zeros = torch.zeros_like(rhs[:, 0])
+        evidence = Steps([], progress.history, batch.norm(rhs), zeros, "minimal", F, zeros)
         while not progress.finished():
             size = batch.divide(batch.norm(rhs - r), batch.norm(x))  # what x says of ‖A‖
-            step, size, ritz, stopped = _minimise(system, precondition, r, size, progress, watched, evidence.lengths, told)
+            step, size, ritz, stopped = _minimise(system, precondition, r, size, progress, watched, evidence)
             least_squares = least_squares | stopped
-            spectrum = spectrum or ritz  # the first is the longest
+            spectrum, evidence.A = spectrum or ritz, torch.maximum(evidence.A, size)  # the first is the longest
             trial = x + step
             r_trial = rhs - system(trial)
             old, new = batch.norm(r), batch.norm(r_trial)
@@ -62,8 +63,6 @@ class MINRES(LinearSolver):
             part = torch.where(least_squares, batch.divide(batch.dot(x, r), batch.dot(r, r)), 0.0)
             x = x - batch.scale(part, r)
         method = ("preconditioned " if precondition is not None else "") + "MINRES"
-        if watched is not None:
-            evidence.seen, evidence.unseen = told[:, 0].sqrt(), outside(watched, told[:, 1])
         return self.result(x, progress, method, operator.products - before, spectrum, evidence)
 
 
@@ -74,14 +73,12 @@ def _minimise(
     size: Tensor,
     progress: Progress,
     watched: Tensor | None,
-    lengths: list[Tensor],
-    told: Tensor,
+    evidence: Steps,
 ) -> tuple[Tensor, Tensor, Tridiagonal, Tensor]:
     """The step from where the residual is r, ‖A‖, the Lanczos coefficients, and who stopped because A r = 0."""
     eps = torch.finfo(r.dtype).eps
     zero, one = torch.zeros_like(size), torch.ones_like(size)
     x, d, d_old, u_old = (torch.zeros_like(r) for _ in range(4))
-    dF, dF_old = zero, zero
     # u are Lanczos vectors and v = M⁻¹ u their images: uᵢᵀ vⱼ = δᵢⱼ. Without a preconditioner both are one.
     u, v, beta = _normalise(r, r if precondition is None else precondition(r))
     c, s, c_old, s_old = one, zero, one, zero  # the last two rotations
@@ -106,7 +103,7 @@ def _minimise(
         delta = c * c_old * beta + s * alpha
         rest = c * alpha - s * c_old * beta
         gamma = torch.hypot(rest, beta_new)
-        size = torch.maximum(size, torch.hypot(alpha, beta_new))
+        size = torch.where(progress.running, torch.maximum(size, torch.hypot(alpha, beta_new)), size)
         # ‖A r‖ = |φ| hypot(rest, c β): x is the least-squares solution. Below √eps the recurrence is noise.
         flat = (torch.hypot(rest, c * beta_new) <= 2 * eps**0.5 * size) & (size < torch.inf)
         least_squares = least_squares | (flat & progress.running)
@@ -123,11 +120,9 @@ def _minimise(
         move = torch.where(active, c * phi, 0.0)
         x.addcmul_(move.unsqueeze(1), d)
         if precondition is None:
-            lengths.append(move.abs() * batch.norm(d))
-        if watched is not None:
-            vF = torch.where(active, batch.dot(v, watched), 0.0)
-            dF, dF_old = batch.divide(vF - delta * dF - above * dF_old, gamma), dF
-            told += torch.where(active.unsqueeze(1), torch.stack([dF, vF], dim=1).square(), 0.0)
+            evidence.lengths.append(move.abs() * batch.norm(d))
+        if watched is not None:  # A d is a unit vector, orthogonal to those before
+            evidence.seen = torch.hypot(evidence.seen, torch.where(active, batch.dot(d, watched), 0.0))
         phi = torch.where(active, -s * phi, phi)
         if precondition is None:
             estimate = torch.where(active, phi.abs(), progress.history[-1])

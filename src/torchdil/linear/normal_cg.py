@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.linear.base import LinearSolver
-from torchdil.linear.evidence import Steps, outside
+from torchdil.linear.evidence import Steps
 from torchdil.linear.spectrum import Ritz
 from torchdil.operator import Operator
 from torchdil.solution import Result, Status
@@ -43,24 +43,20 @@ class NormalCG(LinearSolver):
         alphas: list[Tensor] = []
         betas: list[Tensor] = []
         lengths: list[Tensor] = []
-        watched = self.watched(operator, transpose)
-        seen, pF, inside, beta = (torch.zeros_like(sz) for _ in range(4))
+        watched, seen = self.watched(operator, transpose), torch.zeros_like(sz)
         progress = self.progress(batch.norm(r), rhs)
         while not progress.finished():
             q = system(p)
             qq = batch.dot(q, q)
             curvature = batch.divide(qq, p_norm2)
-            largest = torch.maximum(largest, curvature)
+            largest = torch.where(progress.running, torch.maximum(largest, curvature), largest)
             # ‖Ap‖² is a square: below eps² relative to the largest it is rounding, and A is singular.
             progress.stop((curvature <= (10 * eps) ** 2 * largest) & (largest < torch.inf), Status.breakdown)
             alpha = torch.where(progress.running, batch.divide(sz, qq), 0.0)
             x.addcmul_(alpha.unsqueeze(1), p)
             lengths.append(alpha * p_norm2.sqrt())
             if watched is not None:
-                sF = batch.dot(s, watched)
-                pF = sF + beta * pF
-                seen = seen + torch.where(progress.running, batch.divide(pF.square(), qq), 0.0)
-                inside = inside + torch.where(progress.running, batch.divide(sF.square(), sz), 0.0)
+                seen = seen + torch.where(progress.running, batch.divide(batch.dot(p, watched).square(), qq), 0.0)
             r.addcmul_(alpha.unsqueeze(1), q, value=-1)
             s = adjoint(r)
             z = precondition(s)
@@ -75,8 +71,8 @@ class NormalCG(LinearSolver):
             # Aᵀr is zero to rounding: this is the least-squares solution, and rhs is not in the range of A.
             flat = sz <= (100 * eps * r_norm).square() * largest
             progress.stop(flat & (largest < torch.inf), Status.stagnated)
-        evidence = Steps(lengths, progress.history, batch.norm(rhs))
-        evidence.seen, evidence.unseen = None if watched is None else seen.sqrt(), outside(watched, inside)
+        F = None if watched is None else batch.norm(watched)
+        evidence = Steps(lengths, progress.history, batch.norm(rhs), largest.sqrt(), "minimal", F, seen.sqrt())
         return self.result(x, progress, "NormalCG", operator.products - before, Ritz(alphas, betas, squared=True), evidence)
 
     def _for_normal_equations(self, operator: Operator, transpose: bool) -> Callable[[Tensor], Tensor]:
