@@ -67,8 +67,8 @@ is the CPU time of the whole CG solve over that of as many products made alone, 
 
 {scale(results)}
 
-CG itself holds four vectors and makes five passes over memory a step; where a product is no more than a few passes itself,
-that shows.
+CG itself holds four vectors and makes five passes over memory and an inner product a step; where a product is no more than a
+few passes itself, that shows.
 
 ## A hard sample among {isolation["samples"]}
 

@@ -284,7 +284,8 @@ at the first e. Reached, steps, error: of learning, judged by the exact E. Media
 
 {_table(inexact_rows(result))}
 
-- The report's estimate of the inner error costs nothing and is right to a few per cent, except for the crudest solutions.
+- The report's estimate of the inner error costs nothing and is, but for the crudest solutions, a tenth larger than the error,
+  which is the margin that it keeps.
 - A warm start that stops at a tolerance is no better than a cold one: it stops at the edge of the tolerance, where a cold start
   arrives with a last step that leads further. A fixed number of steps has no edge.
 - With one inner step at a time from a warm start, {failed} of {config["runs"]} runs did not arrive when differentiated as an

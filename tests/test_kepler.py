@@ -141,7 +141,7 @@ def test_sentences_of_the_page_are_true():
         assert row["warm"]["share"] <= row["cold"]["share"] and row["warm"]["final_error"] > row["cold"]["final_error"]
     for row in COMMITTED["tolerances"] + COMMITTED["inner_steps"]:
         if 1e-9 < row["inner_error"] < 0.05:
-            assert row["over_inner_error"]["reported"] == pytest.approx(1, abs=0.05)
+            assert row["over_inner_error"]["reported"] == pytest.approx(1.1, abs=0.05)  # with its margin of a tenth
             for statement, factor in COMMITTED["factors"]["closed_form"].items():
                 assert row["over_inner_error"][f"derivative_error_{statement}"] == pytest.approx(factor, rel=0.1)
     assert COMMITTED["factors"]["final_over_inner"] == pytest.approx(1, abs=0.01)
