@@ -52,7 +52,7 @@ class GradientDescent(Solver):
         problem.argmin_only("GradientDescent")
         now = Iterate.at(problem, y0)
         progress = self.progress(problem, now.F, tolerance, 1000, now.merit)
-        step = first_step(problem, now)
+        step = first_step(problem, now) if self.step_size is None else torch.zeros_like(tolerance)
         move, age = torch.zeros_like(y0), torch.zeros_like(step)
         scores = [now.merit]
         while not progress.finished():
