@@ -7,11 +7,8 @@ gradient are known to rounding. `python -m experiments.coverage` writes the resu
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,10 +16,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 import torchdil as dil
-from benchmarks.__main__ import machine
+from experiments.publish import publish
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "experiments" / "results" / "coverage.json"
 SPECTRA = ("uniform", "log-uniform", "clustered", "outliers")
 LOSSES = ("squared", "linear")
 FORWARD: dict[str, tuple[type[dil.Solver], ...]] = {
@@ -299,16 +294,7 @@ def shares(table: list[dict[str, Any]], error: str, number: str) -> dict[str, An
 def main() -> None:
     from experiments import coverage_page
 
-    parser = argparse.ArgumentParser(prog="python -m experiments.coverage", description="How good the estimated errors are.")
-    parser.add_argument("--page", action="store_true", help="only write docs/quality.md anew from the results")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    if not options.page:
-        torch.set_num_threads(1)
-        result = run(Config.preset("paper"), options.seed) | {"machine": machine() | {"seed": options.seed}}
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(result) + "\n")
-    coverage_page.write(json.loads(RESULTS.read_text()), ROOT / "docs")
+    publish("coverage", lambda seed: run(Config.preset("paper"), seed), coverage_page)
 
 
 if __name__ == "__main__":

@@ -7,22 +7,17 @@ the paper; a factor ½ would change no implicit gradient. `python -m experiments
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import torchdil as dil
-from benchmarks.__main__ import machine
+from experiments.publish import publish
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "experiments" / "results" / "kepler.json"
 STATEMENTS = ("argmin", "root")
 # Distances from the argmin-line, |u - E(e)|, between which the field is judged.
 DISTANCES = (0.0, 0.1, 0.3, 1.0, math.inf)
@@ -324,18 +319,7 @@ def _factors(config: Config, problems: Problems, pooled: Tensor) -> dict[str, An
 def main() -> None:
     from experiments import kepler_page
 
-    parser = argparse.ArgumentParser(prog="python -m experiments.kepler", description="Kepler's equation, as in the paper.")
-    parser.add_argument("--page", action="store_true", help="only write docs/kepler.md anew from the results")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    if not options.page:
-        torch.set_num_threads(1)
-        result = run(Config.preset("paper"), options.seed) | {"machine": machine() | {"seed": options.seed}}
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(result) + "\n")
-    result = json.loads(RESULTS.read_text())
-    kepler_page.write(result, ROOT / "docs")
-    print(kepler_page.answer(result))
+    publish("kepler", lambda seed: run(Config.preset("paper"), seed), kepler_page)
 
 
 def _median(a: Tensor) -> float:

@@ -12,6 +12,7 @@ import torch
 import torchdil as dil
 from benchmarks.scale import energies
 from experiments import coverage, coverage_page
+from experiments.publish import results_of
 from torchdil.operator import Operator
 
 # Of the committed results: the aim. Of the smoke run, which is a sixth of their size and has smaller problems, a little less.
@@ -24,7 +25,7 @@ EXACT, ROUNDED = 1e-6, 0.1
 ROUNDING = 1e-9  # relative
 SMALLEST_LETTERS = 9  # points
 DOCS = Path(__file__).parent.parent / "docs"
-COMMITTED = json.loads(coverage.RESULTS.read_text())
+COMMITTED = json.loads(results_of("coverage").read_text())
 KRYLOV = [dil.CG(), dil.MINRES(), dil.GMRES(restart=60), dil.NormalCG()]
 LOWER_BOUNDS = [dil.MINRES, dil.GMRES, dil.NormalCG]
 

@@ -14,6 +14,7 @@ import torch
 
 import torchdil as dil
 from experiments import kepler, kepler_page, page
+from experiments.publish import results_of
 
 # Relative, of a derivative: exact but for rounding, amplified by 1 / (1 - e cos u)² <= 400.
 CLOSED_FORM = 1e-10
@@ -24,7 +25,7 @@ SMALLEST_LETTERS = 9
 SECONDS = 10
 
 DOCS = Path(__file__).parent.parent / "docs"
-COMMITTED = json.loads(kepler.RESULTS.read_text())
+COMMITTED = json.loads(results_of("kepler").read_text())
 
 
 @pytest.fixture(scope="module")

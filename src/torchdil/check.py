@@ -166,12 +166,15 @@ class _Check:
                 function, why = off, self.reason(slope, by_theorem)
             third = "-" if through is None else f"{float((through * direction).sum()):.6e}"
             rows.append((name, str(tuple(tensor.shape)), f"{by_layer:.6e}", f"{slope.value:.6e}", third, f"{wrong:.1e}"))
-        if not self.finite or any(solve.jumps for solve in refined.solves) or self.differs(answers):
-            # Then of the others nothing can be told.
-            why = _NOT_FINITE if not self.finite else _JUMP if any(solve.jumps for solve in refined.solves) else _RANDOM
+        if not self.finite:
+            why = _NOT_FINITE
+        elif any(solve.jumps for solve in refined.solves):
+            why = _JUMP
+        elif self.differs(answers):
+            why = _RANDOM
         elif function <= self.rtol:
             why = ""
-        if refined.blind and why in (_KINK, _OTHER):
+        elif refined.blind and why in (_KINK, _OTHER):
             why = _BLIND
         return self.verdict(solves, refined.solves, suspects, (function, why), error, rows)
 
@@ -193,7 +196,7 @@ class _Check:
         """Name the culprit and what to change."""
         part, why = function
         errors, sights, advice = {"function": part}, {"function": why or "differentiable where it was looked at"}, {}
-        certain = "function" if why in (_NOT_FINITE, _JUMP, _RANDOM) else ""
+        certain = "function" if why in (_NOT_FINITE, _JUMP, _RANDOM) else ""  # then of the others nothing can be told
         for (k, phase), part in suspects.items():
             name = f"{phase} solve" + (f" {k + 1}" if len(solves) > 1 else "")
             outcome = solves[k].report.forward if phase == "forward" else solves[k].report.backward
@@ -276,7 +279,8 @@ class _Check:
 
         h = self.eps**0.25 * (float(kept.norm()) or 1.0)
         try:
-            here, slope = at(0.0), self.slope(at, h, at(0.0))
+            here = at(0.0)
+            slope = self.slope(at, h, here)
             for _ in range(_SHORTER):
                 if not slope.rough:
                     break
