@@ -34,11 +34,12 @@ LAYERS = [
     ("attach", "watch", "advice"),
     ("check",),
     ("layers",),
+    ("ode",),
     ("__init__",),
 ]
 RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}
 
-FUNCTIONS = ["argmin", "root", "fixed_point", "attach", "check_gradient"]
+FUNCTIONS = ["argmin", "root", "fixed_point", "attach", "check_gradient", "odeint"]
 MODULES = ["ArgminLayer", "RootLayer", "FixedPointLayer"]
 SOLVERS = [
     "Anderson",

@@ -101,13 +101,23 @@ class Operator:
 
     def dense(self) -> Tensor:
         """J as a (B, n, n) tensor: all rows in batched products, in chunks that bound the memory."""
-        y, F = self.graph()
         samples, n = self.shape
-        eye = torch.eye(n, dtype=y.dtype, device=y.device)
+        eye = torch.eye(n, dtype=self.y.dtype, device=self.y.device)
         chunk = max(1, _DENSE_CHUNK // max(1, samples * n))
-        rows = [self._rows(y, F, eye[i : i + chunk]) for i in range(0, n, chunk)]
-        self.products += n
+        rows = [self.rows(eye[i : i + chunk].unsqueeze(1).expand(-1, samples, -1)) for i in range(0, n, chunk)]
         return torch.cat(rows).transpose(0, 1)
+
+    def rows(self, vectors: Tensor) -> Tensor:
+        """Jᵀ p for k vectors at once, (k, B, n) -> (k, B, n)."""
+        y, F = self.graph()
+        self.products += len(vectors)
+        if not F.requires_grad:
+            return torch.zeros_like(vectors)
+        try:
+            (rows,) = torch.autograd.grad(F, y, vectors, retain_graph=True, is_grads_batched=True, materialize_grads=True)
+        except RuntimeError:  # an operation without a batching rule, e.g. a custom Function
+            rows = torch.stack([_vjp(y, F, v) for v in vectors])
+        return rows.expand_as(vectors)  # zeros come without the batch of rows where F does not depend on y
 
     def diagonal(self) -> Tensor:
         """The diagonal of J, (B, n), exact."""
@@ -120,17 +130,6 @@ class Operator:
                 leaf = self.y.detach().requires_grad_()
                 self._graph = leaf, self.residual(leaf)
         return self._graph
-
-    def _rows(self, y: Tensor, F: Tensor, eye: Tensor) -> Tensor:
-        """Rows of J for the unit vectors in `eye` (k, n), as (k, B, n)."""
-        vectors = eye.unsqueeze(1).expand(-1, F.shape[0], -1)
-        if not F.requires_grad:
-            return torch.zeros_like(vectors)
-        try:
-            (rows,) = torch.autograd.grad(F, y, vectors, retain_graph=True, is_grads_batched=True, materialize_grads=True)
-        except RuntimeError:  # an operation without a batching rule, e.g. a custom Function
-            rows = torch.stack([_vjp(y, F, v) for v in vectors])
-        return rows.expand_as(vectors)  # zeros come without the batch of rows where F does not depend on y
 
     def _make(self, strategy: str, transpose: bool) -> Product:
         if strategy == "measure":

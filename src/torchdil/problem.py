@@ -41,6 +41,21 @@ class Statement(ABC):
         """What y minimises, (B,)."""
         raise TypeError(f"{self.name} has no objective.")
 
+    def size(self, operator: Operator, y: Tensor, start: Tensor | None) -> Tensor:
+        """The natural size of F at y, (B,): how much F changes when y does by its own size, or by its way from the start.
+
+        By 1 if both are 0.
+        """
+        change = y if start is None else batch.select(batch.norm(y - start) > batch.norm(y), y - start, y)
+        change = batch.select(batch.norm(change) > 0, change, torch.ones_like(change))
+        with torch.no_grad():
+            return batch.norm(operator.rmv(change))
+
+    def first_size(self, problem: Problem, start: Tensor) -> Tensor:
+        """The natural size of F where a solve begins, (B,); 0 where it is not finite."""
+        size = torch.maximum(batch.norm(problem.evaluate(start)), self.size(problem.operator(start), start, None))
+        return torch.where(size.isfinite(), size, 0.0)  # a solver that samples may go on from there
+
 
 @dataclass
 class Problem:
@@ -55,6 +70,8 @@ class Problem:
         key: identifies the user's function, see `Operator`.
         keep: how many secant pairs to keep.
         pairs: the last secant pairs (Δy, ΔF) of the solver, (B, n) each.
+        bound: the user's function and its arguments, for solvers that know the structure of F and evaluate parts of it; None
+            under `vmap`.
         unrolled: evaluations keep their graph, so that a solver's answer can be differentiated through its steps.
     """
 
@@ -66,6 +83,7 @@ class Problem:
     key: Hashable = None
     keep: int = 0
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    bound: tuple[Call, tuple[Any, ...]] | None = None
     unrolled: bool = False
 
     def evaluate(self, y: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from torchdil.implicit import Condition, Point
 from torchdil.linear import Auto, LinearSolver
 from torchdil.linear.curvature import negative_curvature
 from torchdil.modes import full_precision, no_tangents, observed_by, observer, plain_saving, transforms_active
-from torchdil.operator import Operator
 from torchdil.problem import Call, Problem, Statement
 from torchdil.solution import Report, Result, Solution, Stats, Status, handle_failure
 from torchdil.solvers.base import Solver
@@ -136,6 +135,7 @@ class Setting:
             return statement.residual(call, y, args)
 
         problem = self.problem(residual, lambda y: statement.objective(call, y, args))
+        problem.bound = call, args
         condition = self.condition(residual, problem)
         condition.tensors = tuple(t for t in pytree.tree_leaves(args) if isinstance(t, Tensor))
         condition.function = (self.function, args)
@@ -178,7 +178,8 @@ class Setting:
 
         def solver(residual: Any, objective: Any, start: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
             problem = self.problem(lambda y: residual(y, start, *operands), lambda y: objective(y, start, *operands))
-            user_call = functools.partial(_bind, *bind(operands)) if start.shape[0] == self.layout.samples else None
+            problem.bound = bind(operands) if start.shape[0] == self.layout.samples else None
+            user_call = None if problem.bound is None else functools.partial(_bind, *problem.bound)
             with torch.enable_grad(), plain_saving():
                 result, _ = self.find(problem, self.condition(problem.residual, problem), start, user_call)
             failed = self.conclude(result)
@@ -242,8 +243,7 @@ class Setting:
             return self.curved(judged, point), point
         rtol = solver.accuracy(start.dtype)
         with no_tangents():
-            size = torch.maximum(batch.norm(problem.evaluate(start)), _size(problem.operator(start), start, None))
-            size = torch.where(size.isfinite(), size, 0.0)  # a solver that samples may go on from there
+            size = self.statement.first_size(problem, start)
             result = solver.solve(problem, start, (rtol * size).clamp_min(solver.atol))
         history, steps = result.stats.history, result.stats.steps
         for again in range(_ROUNDS):
@@ -267,7 +267,7 @@ class Setting:
         """The result with ‖F‖ at its value, and the status that follows from it."""
         with torch.no_grad(), no_tangents():
             y, residual = result.value, batch.norm(point.F.detach())
-            tolerance = (rtol * _size(point.operator, y, start)).clamp_min(atol)
+            tolerance = (rtol * self.statement.size(point.operator, y, start)).clamp_min(atol)
             status = result.status
             solved = residual <= tolerance
             status = torch.where(~solved & (status == Status.converged), int(Status.not_stationary), status)
@@ -323,14 +323,6 @@ class Setting:
         if not bool(batch.finite(flat).any()):
             raise ValueError("solver must return finite numbers, got NaN or infinity in every sample.")
         return flat.clone()
-
-
-def _size(operator: Operator, y: Tensor, start: Tensor | None) -> Tensor:
-    """How much F changes when y changes by its own size or by its way from the start, if longer; by 1 if both are 0."""
-    change = y if start is None else batch.select(batch.norm(y - start) > batch.norm(y), y - start, y)
-    change = batch.select(batch.norm(change) > 0, change, torch.ones_like(change))
-    with torch.no_grad():
-        return batch.norm(operator.rmv(change))
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

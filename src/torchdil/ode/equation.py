@@ -1,0 +1,172 @@
+"""What a call of `odeint` states, checked: dy/dt = f(t, y), y(t_0) = y0, and the times to answer for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchdil.arguments import check_output, check_unknown
+from torchdil.batch import Layout
+from torchdil.modes import observed_by
+from torchdil.ode.field import Field, field_of, looks_at_time
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `options` of `odeint` may hold.
+
+    Attributes:
+        step_size: the longest step of a fixed grid; each interval between outputs is cut into equal steps.
+        substeps: or the number of steps in each interval.
+        max_steps: the most steps of an adaptive method, for each sample.
+        first_step: the size of the first adaptive step; None: chosen from f and its slope at y0.
+        checkpoint: True: keep √T states only and compute the others again in the backward pass; or the number of pieces.
+        adjoint: "reverse" integrates y backwards beside its adjoint, "stored" takes y from the forward pass.
+    """
+
+    step_size: float | None = None
+    substeps: int | None = None
+    max_steps: int = 10_000
+    first_step: float | None = None
+    checkpoint: bool | int = False
+    adjoint: str = "reverse"
+
+    @staticmethod
+    def of(given: dict[str, Any] | None) -> Options:
+        if given is not None and not isinstance(given, dict):
+            raise TypeError(f"options must be a dict, got {type(given).__name__}.")
+        known = [f.name for f in fields(Options)]
+        for name in given or {}:
+            if name not in known:
+                raise ValueError(f"options may hold {', '.join(known)}, got {name!r}.")
+        return Options(**(given or {}))
+
+    def __post_init__(self) -> None:
+        for name in ("step_size", "first_step"):
+            size = getattr(self, name)
+            if size is not None and not (isinstance(size, (int, float)) and math.isfinite(size) and size != 0):
+                raise ValueError(f"{name} must be a finite number other than 0, got {size!r}.")
+        for name in ("substeps", "max_steps"):
+            count = getattr(self, name)
+            if count is not None and not (isinstance(count, int) and count >= 1):
+                raise ValueError(f"{name} must be an integer >= 1, got {count!r}.")
+        if self.step_size is not None and self.substeps is not None:
+            raise ValueError("options may hold step_size or substeps, not both.")
+        if not isinstance(self.checkpoint, (bool, int)) or self.checkpoint < 0:
+            raise ValueError(f"checkpoint must be True, False or a number of pieces, got {self.checkpoint!r}.")
+        if self.adjoint not in ("reverse", "stored"):
+            raise ValueError(f'adjoint must be "reverse" or "stored", got {self.adjoint!r}.')
+
+    @property
+    def fixed(self) -> bool:
+        """Whether a fixed grid is asked for."""
+        return self.step_size is not None or self.substeps is not None
+
+
+@dataclass(frozen=True)
+class Equation:
+    """One call.
+
+    Attributes:
+        func: f(t, y).
+        y0: the initial state, a tensor or a nested tuple/dict of tensors.
+        t: the times of the answer, (T,), y0 belonging to the first.
+        layout: the structure of y0.
+        timed: whether f uses t.
+    """
+
+    func: Callable[..., Any]
+    y0: Any
+    t: Tensor
+    layout: Layout
+    timed: bool
+
+    @staticmethod
+    def of(func: Callable[..., Any], y0: Any, t: Any, batch_dims: int) -> Equation:
+        """The arguments, or one sentence for what cannot work."""
+        if not callable(func):
+            raise TypeError(f"func must be callable as func(t, y), got {type(func).__name__}.")
+        check_unknown(y0, "y0")
+        first = pytree.tree_leaves(y0)[0]
+        t = _times(t, first)
+        layout = Layout.of(y0, batch_dims)
+        found: list[Any] = []
+
+        def at_start(y: Any) -> Any:
+            timed, value = looks_at_time(func, t[0].to(first.dtype), y)
+            found.append(timed)
+            return value
+
+        with observed_by(None):
+            check_output(at_start, "func", y0, ())
+        return Equation(func, y0, t, layout, found[0])
+
+    def field(self, per_sample: bool = False) -> Field:
+        """How to evaluate f at many points; `per_sample`: with times of its own for each sample."""
+        return field_of(self.func, self.t, self.y0, self.layout, self.timed, per_sample)
+
+    @property
+    def start(self) -> Tensor:
+        """y0 as a (B, D) matrix."""
+        return self.layout.ravel(self.y0)
+
+    def outputs(self, states: Tensor) -> Any:
+        """States (B, T, D) as (T, *y0.shape), in the structure of y0."""
+        many = replace(self.layout, batch_shape=torch.Size((states.shape[1], *self.layout.batch_shape)))
+        return many.unravel(states.transpose(0, 1).flatten(0, 1))
+
+
+def _times(t: Any, first: Tensor) -> Tensor:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"t must be a tensor of times, got {type(t).__name__}: use torch.tensor or torch.linspace.")
+    if t.dim() != 1 or len(t) < 2:
+        raise ValueError(f"t must be a 1-D tensor of at least two times, got shape {tuple(t.shape)}.")
+    if not t.is_floating_point():
+        raise TypeError(f"t must have a floating dtype, got {t.dtype}.")
+    if t.device != first.device:
+        raise ValueError(f"t must be on the device of y0, {first.device}, got {t.device}.")
+    change = t.detach().diff()
+    if not bool(((change > 0).all() | (change < 0).all()) & torch.isfinite(change).all()):
+        raise ValueError("t must be strictly increasing or strictly decreasing, and finite.")
+    return t
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A fixed grid.
+
+    Attributes:
+        times: the T + 1 points, differentiable in t.
+        ends: the step that ends at each output but the first, counted from 0; None: every step ends at one.
+    """
+
+    times: Tensor
+    ends: list[int] | None
+
+    @staticmethod
+    def of(t: Tensor, options: Options) -> Grid:
+        """Each interval of t cut into equal steps."""
+        lengths = t.detach().diff().tolist() if options.step_size is not None else []
+        if options.step_size is not None and (options.step_size > 0) != (lengths[0] > 0):
+            raise ValueError(f"step_size must have the sign of the way from t[0] to t[-1], got {options.step_size!r}.")
+        if options.step_size is not None:
+            # A whole number of steps that rounding put a little above is that number.
+            counts = [max(1, math.ceil(length / options.step_size * (1 - 1e-6))) for length in lengths]
+        else:
+            counts = [options.substeps or 1] * (len(t) - 1)
+        if max(counts) == 1:
+            return Grid(t, None)
+        parts = [t[:1]]
+        for n, count in enumerate(counts):
+            parts.append(torch.lerp(t[n], t[n + 1], torch.arange(1, count + 1, dtype=t.dtype, device=t.device) / count))
+        ends, total = [], 0
+        for count in counts:
+            total += count
+            ends.append(total - 1)
+        return Grid(torch.cat(parts), ends)

@@ -1,0 +1,76 @@
+"""A whole trajectory as one implicit problem.
+
+The unknown of a sample holds, for each of T steps, the m rows of the method (its stages, and the next state unless that is the
+last stage). With k_j = f(t_n + c_j h, Y_j) the residual of step n is
+
+    F_i = Y_i - y_{n-1} - h Σ_j a_ij k_j,      i = 1..m,
+
+one batched call of f for all steps, stages and samples. Its Jacobian is block-bidiagonal (`torchdil.ode.bidiagonal`); the
+theorem of the core gives the exact gradient of the discrete solution from there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.batch import Layout
+from torchdil.ode.field import Field
+from torchdil.ode.methods import Method
+from torchdil.operator import Operator
+from torchdil.problem import Call, Problem, Statement
+
+
+class Trajectory(Statement):
+    """F of T steps of a method.
+
+    `args` of the problem are (y0, times): the initial state as the user gave it, and the T + 1 grid points, (T + 1,) or, with
+    a grid for each sample, (B, T + 1).
+
+    Args:
+        method: the tableau.
+        state: the structure of y0.
+        field: evaluates f at many points.
+        steps: T.
+    """
+
+    name, argument, symmetric = "ode", "func", False
+
+    def __init__(self, method: Method, state: Layout, field: Field, steps: int):
+        self.method, self.state, self.field, self.steps = method, state, field, steps
+        size = steps * len(method.rows) * state.size
+        super().__init__(Layout.of(torch.empty((*state.batch_shape, size), device="meta"), len(state.batch_shape)))
+
+    def view(self, y: Tensor) -> Tensor:
+        """The unknown (B, n) as (B, T, m, D)."""
+        return y.reshape(y.shape[0], self.steps, len(self.method.rows), self.state.size)
+
+    def previous(self, y: Tensor, y0: Tensor) -> Tensor:
+        """The state before each step, (B, T, D), from the unknown (B, T, m, D) and the initial state (B, D)."""
+        return torch.cat((y0.unsqueeze(1), y[:, :-1, -1]), dim=1)
+
+    def residual(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
+        y0, times = args
+        y = self.view(y)
+        rows, c = self.method.tensors(y)
+        # Differences first: times may have more digits than y.
+        h = times.diff(dim=-1).to(y.dtype)
+        # The stages, without the row of the next state where that is one of its own.
+        stages = y[:, :, : self.method.stages]
+        at = times[..., :-1, None].to(y.dtype) + h[..., None] * c
+        slopes = self.field(call, at.flatten(-2), stages.flatten(1, 2)).unflatten(1, stages.shape[1:3])
+        change = slopes if rows.shape == (1, 1) and self.method.stiffly_accurate else torch.matmul(rows, slopes)
+        F = y - self.previous(y, self.state.ravel(y0)).unsqueeze(2) - h[..., None, None] * change
+        return F.flatten(1)
+
+    def size(self, operator: Operator, y: Tensor, start: Tensor | None) -> Tensor:
+        """The natural size of F: that of y, or of its way from the start."""
+        size = batch.norm(y)
+        return size if start is None else torch.maximum(size, batch.norm(y - start))
+
+    def first_size(self, problem: Problem, start: Tensor) -> Tensor:
+        """The same where a solve begins; no need to evaluate anything."""
+        return batch.norm(start)
