@@ -80,9 +80,10 @@ class Condition:
             value, status, stats = self.linear_solver.solve(operator, rhs, transpose=transpose)
             # The residual that a solver keeps by recurrence drifts from the true one in low precision, and knows nothing of a
             # function that mixes samples. One product tells.
-            remainder = rhs - operator.product(transpose)(value) - self.linear_solver.damping * value
-            stats.residual, stats.norm = batch.norm(remainder), batch.norm(value)
-            stats.products, stats.damping = stats.products + 1, self.linear_solver.damping
+            if not stats.verified:
+                remainder = rhs - operator.product(transpose)(value) - self.linear_solver.damping * value
+                stats.residual, stats.products = batch.norm(remainder), stats.products + 1
+            stats.norm, stats.damping = batch.norm(value), self.linear_solver.damping
             missed = (status == Status.converged) & ~(stats.residual <= _SLACK * stats.tolerance)
             if bool(missed.any()):
                 if stats.spectrum is not None:
@@ -230,10 +231,12 @@ def _pull_back(link: _Link, output: Tensor, v: Tensor) -> tuple[Tensor | None, .
         F = link.evaluate(output)
         _check_same(link, F, dependence(F, output, first, (output, *link.boundary), None))
         g = link.attach(adjoint, link.solve(v, link.transpose), not link.transpose, output, v)
-        return _partial_derivatives(F, -g, link.boundary, output)
+        return partial_derivatives(F, -g, link.boundary, output)
 
 
-def _partial_derivatives(F: Tensor, g: Tensor, tensors: list[Tensor], output: Tensor) -> tuple[Tensor | None, ...]:
+def partial_derivatives(
+    F: Tensor, g: Tensor, tensors: list[Tensor], output: Tensor, create_graph: bool = True
+) -> tuple[Tensor | None, ...]:
     """gᵀ ∂F/∂t for each t in `tensors`, the others and `output` held fixed.
 
     `autograd.grad` alone would follow one tensor's history into another, and the output's own history into all of them. Hooks
@@ -257,7 +260,8 @@ def _partial_derivatives(F: Tensor, g: Tensor, tensors: list[Tensor], output: Te
     for hooks, key, hook in theirs:
         hooks[key] = outside_only(hook)
     try:
-        return torch.autograd.grad(F, tensors, g, create_graph=True, allow_unused=True)
+        # Retained: what lies behind the tensors belongs to others, and the walk that called for this one may need it.
+        return torch.autograd.grad(F, tensors, g, retain_graph=True, create_graph=create_graph, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()

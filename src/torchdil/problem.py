@@ -70,6 +70,7 @@ class Problem:
         key: identifies the user's function, see `Operator`.
         keep: how many secant pairs to keep.
         pairs: the last secant pairs (Δy, ΔF) of the solver, (B, n) each.
+        statement: what the problem states.
         bound: the user's function and its arguments, for solvers that know the structure of F and evaluate parts of it; None
             under `vmap`.
         unrolled: evaluations keep their graph, so that a solver's answer can be differentiated through its steps.
@@ -83,6 +84,7 @@ class Problem:
     key: Hashable = None
     keep: int = 0
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    statement: Statement | None = None
     bound: tuple[Call, tuple[Any, ...]] | None = None
     unrolled: bool = False
 

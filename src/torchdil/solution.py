@@ -109,6 +109,7 @@ class Stats:
         norm: ‖y‖ (forward) or ‖g‖ (backward), (B,).
         damping: ε of the backward solve.
         evidence: what the backward solve knows of the errors, worked out when asked for.
+        verified: whether `residual` is the true one, by a product with J, and not a recurrence's.
     """
 
     method: str
@@ -122,6 +123,7 @@ class Stats:
     norm: Tensor | None = None
     damping: float = 0.0
     evidence: Evidence | None = None
+    verified: bool = False
 
 
 class Result(NamedTuple):

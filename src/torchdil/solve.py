@@ -59,7 +59,7 @@ def solve(
     if isinstance(solver, type) or not (isinstance(solver, Solver) or callable(solver)):
         raise TypeError(f"solver must be a torchdil solver such as Newton() or a callable (fn, y0) -> y, got {solver!r}.")
     report = Report(statement.layout.batch_shape)
-    setting = Setting(statement, _uncompiled(function), solver, _linear_solver(linear_solver), on_failure, report)
+    setting = Setting(statement, uncompiled(function), solver, _linear_solver(linear_solver), on_failure, report)
     y = setting.attached(y0, args)
     assert setting.report.forward is not None
     status, stats = setting.report.forward
@@ -77,7 +77,7 @@ def attach_solution(
 ) -> Any:
     """Attach a solution that was found elsewhere."""
     report = Report(statement.layout.batch_shape)
-    setting = Setting(statement, _uncompiled(function), None, _linear_solver(linear_solver), on_failure, report, symmetric)
+    setting = Setting(statement, uncompiled(function), None, _linear_solver(linear_solver), on_failure, report, symmetric)
     return statement.layout.unravel(setting.attached(y, args))
 
 
@@ -215,6 +215,7 @@ class Setting:
             self.layout,
             key,
             keep,
+            statement=self.statement,
         )
 
     def condition(self, residual: Callable[[Tensor], Tensor], problem: Problem) -> Condition:
@@ -268,13 +269,15 @@ class Setting:
         with torch.no_grad(), no_tangents():
             y, residual = result.value, batch.norm(point.F.detach())
             tolerance = (rtol * self.statement.size(point.operator, y, start)).clamp_min(atol)
+            stats = replace(result.stats, residual=residual, tolerance=tolerance, norm=batch.norm(y), products=self.calls)
             status = result.status
             solved = residual <= tolerance
+            if bool((solved & (status == Status.converged)).all()):  # then y is finite, too
+                return Result(y, status, stats)
             status = torch.where(~solved & (status == Status.converged), int(Status.not_stationary), status)
             near = (status == Status.max_steps) | (status == Status.stagnated) | (status == Status.not_stationary)
             status = torch.where(solved & near, int(Status.converged), status)
             status = torch.where(batch.finite(y) & torch.isfinite(residual), status, int(Status.non_finite))
-            stats = replace(result.stats, residual=residual, tolerance=tolerance, norm=batch.norm(y), products=self.calls)
             return Result(y, status, stats)
 
     def curved(self, result: Result, point: Point) -> Result:
@@ -325,7 +328,7 @@ class Setting:
         return flat.clone()
 
 
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function behind `torch.compile`, whose graphs can be differentiated once only, and not repeatedly."""
     return getattr(function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function))
 

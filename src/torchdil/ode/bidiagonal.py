@@ -6,14 +6,16 @@ W_n = D_n⁻¹ E and P_n its last d rows, the derivative of one state by the one
     J x = r:     x_n = D_n⁻¹ r_n + W_n s_{n-1},        s_n = P_n s_{n-1} + (last d rows of D_n⁻¹ r_n)
     Jᵀ g = v:    g_n = D_n⁻ᵀ (v_n + L λ_{n+1}),        λ_n = P_nᵀ λ_{n+1} + W_nᵀ v_n
 
-(L puts d numbers into the last d rows). All blocks come from k batched products with J, all factorisations from one batched
-call; only the recursions for s and λ go from step to step, and these as a scan in about 2 √T launches.
+(L puts d numbers into the last d rows). All blocks come from k batched products with J, all inverses (factorisations, where d is
+large) from one batched call; only the recursions for s and λ go from step to step, as a scan in about 2 √T launches.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +25,13 @@ from torchdil.linear.base import LinearSolver
 from torchdil.operator import Operator
 from torchdil.solution import Result, Stats, Status
 
+# Up to so many steps a recursion is not worth cutting into pieces.
+_SHORT = 12
+# On a CPU, up to so many numbers the recursion is solved as one triangular matrix.
+_TRIANGULAR = 2**16
+# Beyond this size of the state the products of a scan cost more than the launches that they save.
+WIDE = 16
+
 
 @dataclass(frozen=True)
 class Bidiagonal(LinearSolver):
@@ -31,18 +40,34 @@ class Bidiagonal(LinearSolver):
     Attributes:
         steps: T.
         rows: m, the unknowns of a step in units of the state.
+        fast: (y, rhs, transpose) -> x, a quick solve at y whose answer is checked before it is used, or None.
     """
 
     steps: int = 1
     rows: int = 1
+    fast: Callable[[Tensor, Tensor, bool], Tensor | None] | None = None
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         before = operator.products
-        factors = Factors(blocks(operator, self.steps, self.rows), self.rows, self.damping)
-        b = torch.where(factors.whole[:, None] & batch.finite(rhs)[:, None], rhs, 0.0)
+        tolerance = self.tolerance(rhs)
+        x = None if self.fast is None or self.damping else self.fast(operator.y, rhs, transpose)
+        if x is not None:
+            r = rhs - operator.product(transpose)(x)
+            residual = batch.norm(r)
+            # The coupling alone, I - E, has norm 2.
+            enough = tolerance + self.attainable(torch.full_like(tolerance, 2.0), x, rhs)
+            if bool((residual <= enough).all()):
+                evidence = Propagated(partial(self.fast, operator.y), r, x, transpose, operator.watched)
+                stats = self._stats(rhs, residual, enough, operator.products - before, evidence)
+                stats.verified = True
+                return Result(x, torch.zeros_like(stats.steps), stats)
+        D = blocks(operator, self.steps, self.rows)
+        whole = torch.isfinite(D).flatten(1).all(dim=1) & batch.finite(rhs)
+        D = torch.where(whole[:, None, None, None], D, torch.eye(D.shape[-1], dtype=D.dtype, device=D.device))
+        b = torch.where(whole[:, None], rhs, 0.0)
+        factors = Factors(D, self.rows, self.damping)
         x = factors.solve(b, transpose)
         r = b - factors.product(x, transpose)
-        tolerance = self.tolerance(b)
         if not bool((batch.norm(r) <= tolerance).all()):  # one step of iterative refinement
             refined = x + factors.solve(r, transpose)
             r_refined = b - factors.product(refined, transpose)
@@ -52,64 +77,79 @@ class Bidiagonal(LinearSolver):
         tolerance = tolerance + self.attainable(factors.size(), x, b)
         solved = (residual <= tolerance) & batch.finite(x)
         status = torch.where(solved, int(Status.converged), int(Status.breakdown))
-        status = torch.where(factors.whole & batch.finite(rhs), status, int(Status.non_finite))
-        stats = Stats(
-            method="Bidiagonal",
-            steps=(batch.norm(rhs) > 0).long(),
-            residual=residual,
-            tolerance=tolerance,
-            products=operator.products - before,
-            evidence=Propagated(factors, r, transpose, operator.watched),
-        )
-        x = torch.where(solved[:, None], x, torch.where(factors.whole[:, None], 0.0, torch.nan))
-        return Result(x, status, stats)
+        status = torch.where(whole, status, int(Status.non_finite))
+        x = torch.where(solved[:, None], x, torch.where(whole[:, None], 0.0, torch.nan))
+        evidence = Propagated(factors.solve, r, x, transpose, operator.watched)
+        return Result(x, status, self._stats(rhs, residual, tolerance, operator.products - before, evidence))
+
+    @staticmethod
+    def _stats(rhs: Tensor, residual: Tensor, tolerance: Tensor, products: int, evidence: Propagated) -> Stats:
+        return Stats("Bidiagonal", (batch.norm(rhs) > 0).long(), residual, tolerance, products, evidence=evidence)
 
 
 def blocks(operator: Operator, steps: int, rows: int) -> Tensor:
     """D_n for every step and sample, (B, T, k, k), from k products with Jᵀ that each serve all steps."""
-    samples, n = operator.shape
+    return diagonal_blocks(operator.rows(probes(operator.y, steps)), steps, rows)
+
+
+def probes(y: Tensor, steps: int) -> Tensor:
+    """The k vectors whose products with Jᵀ show all blocks, (k, B, n): row i of every step at once."""
+    samples, n = y.shape
     k = n // steps
+    return torch.eye(k, dtype=y.dtype, device=y.device).repeat(1, steps).unsqueeze(1).expand(k, samples, n)
+
+
+def diagonal_blocks(found: Tensor, steps: int, rows: int) -> Tensor:
+    """D_n, (B, T, k, k), from the products of the probes with Jᵀ, (k, B, n)."""
+    k = found.shape[0]
     d = k // rows
-    vectors = torch.eye(k, dtype=operator.y.dtype, device=operator.y.device).repeat(1, steps).unsqueeze(1)
-    found = operator.rows(vectors.expand(k, samples, n)).unflatten(2, (steps, k)).permute(1, 2, 0, 3)
+    found = found.unflatten(2, (steps, k)).permute(1, 2, 0, 3)
     # Row i of step n + 1 has met the last state of step n, too, with the coefficient -1 at i modulo d.
-    met = torch.zeros(k, k, dtype=found.dtype, device=found.device)
-    met[:, k - d :] = torch.eye(d, dtype=found.dtype, device=found.device).repeat(rows, 1)
+    met = torch.eye(d, dtype=found.dtype, device=found.device).repeat(rows, 1)
+    met = torch.nn.functional.pad(met, (k - d, 0))
     return torch.cat((found[:, :-1] + met, found[:, -1:]), dim=1)
 
 
 class Factors:
-    """The factorised blocks.
-
-    Attributes:
-        whole: which samples have finite blocks, (B,).
-    """
+    """The blocks D, (B, T, k, k), ready to be solved with."""
 
     def __init__(self, D: Tensor, rows: int, damping: float = 0.0):
-        k = D.shape[-1]
-        self.d = d = k // rows
-        eye = torch.eye(k, dtype=D.dtype, device=D.device)
-        D = D + damping * eye if damping else D
-        self.whole = torch.isfinite(D).flatten(1).all(dim=1)
-        self.D = torch.where(self.whole[:, None, None, None], D, eye)
-        self._LU, self._order, _ = torch.linalg.lu_factor_ex(self.D)
-        # W (B, T, k, d) and P (B, T, d, d); a failed factorisation shows in the residual.
-        self.W = torch.linalg.lu_solve(self._LU, self._order, eye[:d, :d].repeat(rows, 1).expand(*D.shape[:2], k, d))
-        self.P = self.W[..., k - d :, :]
+        self.rows, self.d = rows, D.shape[-1] // rows
+        self.D = D + damping * torch.eye(D.shape[-1], dtype=D.dtype, device=D.device) if damping else D
+        # A failure shows in the residual.
+        self._inverse = torch.linalg.inv_ex(self.D)[0] if self.d <= WIDE else None
+        self._LU = torch.linalg.lu_factor_ex(self.D)[:2] if self._inverse is None else None
 
     def solve(self, r: Tensor, transpose: bool) -> Tensor:
         """x with J x = r, or Jᵀ x = r, (B, n)."""
-        D, d = self.D, self.d
-        r = r.unflatten(1, D.shape[1:3])
-        if transpose:
-            later = recur(self.P.mT.flip(1), (self.W.mT @ r.unsqueeze(3)).squeeze(3).flip(1)).flip(1)
-            r = r.clone()
-            r[:, :-1, -d:] += later[:, 1:]
-            return torch.linalg.lu_solve(self._LU, self._order, r.unsqueeze(3), adjoint=True).flatten(1)
-        z = torch.linalg.lu_solve(self._LU, self._order, r.unsqueeze(3)).squeeze(3)
-        s = recur(self.P, z[..., -d:])
-        z[:, 1:] += (self.W[:, 1:] @ s[:, :-1].unsqueeze(3)).squeeze(3)
-        return z.flatten(1)
+        r = r.unflatten(1, self.D.shape[1:3])
+        if self._inverse is None:
+            return self._one_by_one(r, transpose).flatten(1)
+        if not transpose:
+            return forward_substitution(self._inverse, r, self.rows).flatten(1)
+        k, d = self.D.shape[2], self.d
+        W = _columns(self._inverse, self.rows)
+        later = recur(W[..., k - d :, :].mT.flip(1), (W.mT @ r.unsqueeze(3)).squeeze(3).flip(1)).flip(1)
+        if self.rows == 1:
+            return later.flatten(1)
+        r = r + torch.nn.functional.pad(later[:, 1:], (k - d, 0, 0, 1))
+        return (self._inverse.mT @ r.unsqueeze(3)).flatten(1)
+
+    def _one_by_one(self, r: Tensor, transpose: bool) -> Tensor:
+        """The same for a wide state, for which W would cost more than the T solves that it saves."""
+        assert self._LU is not None
+        k, d = self.D.shape[2], self.d
+        LU, order = self._LU
+        steps = list(zip(LU.unbind(1), order.unbind(1), r.unsqueeze(3).unbind(1), strict=True))
+        found: list[Tensor] = []
+        for LU_n, order_n, b in reversed(steps) if transpose else steps:
+            if found and transpose:
+                last = found[-1] if self.rows == 1 else found[-1].unflatten(1, (self.rows, d)).sum(dim=1)
+                b = b + (last if self.rows == 1 else torch.nn.functional.pad(last, (0, 0, k - d, 0)))
+            elif found:
+                b = b + found[-1][:, k - d :].repeat(1, self.rows, 1)
+            found.append(torch.linalg.lu_solve(LU_n, order_n, b, adjoint=transpose))
+        return torch.cat(found[::-1] if transpose else found, dim=2).mT
 
     def product(self, x: Tensor, transpose: bool) -> Tensor:
         """J x or Jᵀ x, (B, n)."""
@@ -130,48 +170,104 @@ class Factors:
 class Propagated:
     """The errors of a solve, by solving once more for what it left (`torchdil.solution.Evidence`)."""
 
-    def __init__(self, factors: Factors, remainder: Tensor, transpose: bool, watched: Tensor | None):
-        self._factors, self._remainder, self._transpose, self._watched = factors, remainder, transpose, watched
+    def __init__(
+        self,
+        solve: Callable[[Tensor, bool], Tensor | None],
+        remainder: Tensor,
+        x: Tensor,
+        transpose: bool,
+        watched: Tensor | None,
+    ):
+        self._solve, self._remainder, self._x, self._transpose, self._watched = solve, remainder, x, transpose, watched
 
     def adjoint_error(self, stats: Stats) -> Tensor:
-        error = batch.norm(self._factors.solve(self._remainder, self._transpose))
-        norm = batch.norm(self._remainder) if stats.norm is None else stats.norm.reshape(-1)
-        return batch.divide(error, norm).clamp_max(1.0)
+        error = self._solve(self._remainder, self._transpose)
+        assert error is not None
+        return batch.divide(batch.norm(error), batch.norm(self._x)).clamp_max(1.0)
 
     def value_error(self, stats: Stats) -> Tensor | None:
-        return None if self._watched is None else batch.norm(self._factors.solve(self._watched, False))
+        error = None if self._watched is None else self._solve(self._watched, False)
+        return None if error is None else batch.norm(error)
+
+
+def _columns(inverse: Tensor, rows: int) -> Tensor:
+    """W = D⁻¹ E, (B, S, k, d), from D⁻¹, (B, S, k, k)."""
+    return inverse if rows == 1 else inverse.unflatten(3, (rows, -1)).sum(dim=3)
+
+
+def forward_substitution(inverse: Tensor, r: Tensor, rows: int) -> Tensor:
+    """x with J x = r, (B, T, k), where S <= T inverses D⁻¹, (B, S, k, k), stand for T blocks: each for T / S neighbours."""
+    steps, (_, some, k, _) = r.shape[1], inverse.shape
+    d = k // rows
+    stride = -(-steps // some)
+
+    def each(a: Tensor, x: Tensor) -> Tensor:
+        """a x with the a of each step's group, (B, S, ·, i) and (B, T, i) -> (B, T, ·)."""
+        if stride == 1:
+            return (a @ x.unsqueeze(3)).squeeze(3)
+        x = torch.nn.functional.pad(x, (0, 0, 0, some * stride - steps)).unflatten(1, (some, stride)).mT
+        return (a @ x).mT.flatten(1, 2)[:, :steps]
+
+    W, z = _columns(inverse, rows), each(inverse, r)
+    P, z_last = W[..., k - d :, :], z[..., k - d :]
+    if d > WIDE and stride > 1:
+        s = _one_by_one([P_n for P_n in P.unbind(1) for _ in range(stride)][:steps], z_last)
+    else:
+        s = recur(P.repeat_interleave(stride, dim=1)[:, :steps] if stride > 1 else P, z_last)
+    return s if rows == 1 else z + each(W, torch.nn.functional.pad(s[:, :-1], (0, 0, 1, 0)))
 
 
 def recur(P: Tensor, z: Tensor) -> Tensor:
-    """s_n = P_n s_{n-1} + z_n with s_{-1} = 0: (B, T, d, d) and (B, T, d) -> (B, T, d).
+    """s_n = P_n s_{n-1} + z_n with s_{-1} = 0: (B, T, d, d) and (B, T, d) -> (B, T, d)."""
+    samples, steps, d = z.shape
+    if steps == 1:
+        return z
+    if z.device.type == "cpu" and samples * (steps * d) ** 2 <= _TRIANGULAR:
+        return _triangular(P, z)
+    return _scan(P, z) if steps > _SHORT and d <= WIDE else _one_by_one(P.unbind(1), z)
 
-    T steps are cut into pieces of √T. Inside the pieces, all of them at once, the products of the P are formed beside the sums;
-    then the pieces follow one another, by this function again; one product puts both together.
+
+def _triangular(P: Tensor, z: Tensor) -> Tensor:
+    """By one solve with the whole triangular matrix: few operations, for small problems."""
+    samples, steps, d = z.shape
+    whole = torch.zeros(samples, steps, d, steps, d, dtype=z.dtype, device=z.device)
+    whole.diagonal(-1, dim1=1, dim2=3).copy_(-P[:, 1:].permute(0, 2, 3, 1))
+    whole = whole.reshape(samples, steps * d, steps * d)
+    s = torch.linalg.solve_triangular(whole, z.reshape(samples, steps * d, 1), upper=False, unitriangular=True)
+    return s.reshape(samples, steps, d)
+
+
+def _scan(P: Tensor, z: Tensor) -> Tensor:
+    """T steps are cut into pieces of √T. Inside the pieces, all of them at once, the products of the P are formed beside the sums;
+    then the pieces follow one another, by `recur` again; one product puts both together.
     """
     samples, steps, d = z.shape
-    length = math.isqrt(max(steps - 1, 0)) + 1
-    if steps <= 16:
-        return torch.stack(_one_by_one(P, z), dim=1)
+    length = math.isqrt(steps - 1) + 1
     pieces = -(-steps // length)
     missing = pieces * length - steps
-    P = torch.nn.functional.pad(P, (0, 0, 0, 0, 0, missing)).unflatten(1, (pieces, length))
-    z = torch.nn.functional.pad(z, (0, 0, 0, missing)).unflatten(1, (pieces, length))
-    inputs = torch.cat((torch.zeros_like(P), z.unsqueeze(4)), dim=4).flatten(0, 1)  # (B·pieces, length, d, d + 1)
-    P = P.flatten(0, 1)
-    now = torch.cat((P[:, 0], inputs[:, 0, :, d:]), dim=2)
+    if missing:
+        P = torch.nn.functional.pad(P, (0, 0, 0, 0, 0, missing))
+        z = torch.nn.functional.pad(z, (0, 0, 0, missing))
+    # (length, B·pieces, d, d) and (length, B·pieces, d, d + 1), in the order in which they are used.
+    P = P.reshape(samples * pieces, length, d, d).transpose(0, 1).contiguous()
+    z = torch.nn.functional.pad(z.reshape(samples * pieces, length, d, 1).transpose(0, 1), (d, 0))
+    now = torch.cat((P[0], z[0, :, :, d:]), dim=2)
     both = [now]
-    for n in range(1, length):
-        now = torch.baddbmm(inputs[:, n], P[:, n], now)
+    for P_n, z_n in zip(P.unbind(0)[1:], z.unbind(0)[1:], strict=True):
+        now = torch.baddbmm(z_n, P_n, now)
         both.append(now)
-    sums = torch.stack(both, dim=1).unflatten(0, (samples, pieces))  # (B, pieces, length, d, d + 1)
-    ends = recur(sums[:, :, -1, :, :d], sums[:, :, -1, :, d])
-    before = torch.cat((torch.zeros_like(ends[:, :1]), ends[:, :-1]), dim=1)
-    s = (sums[..., :d] @ before[:, :, None, :, None]).squeeze(4) + sums[..., d]
-    return s.flatten(1, 2)[:, :steps]
+    ends = now.unflatten(0, (samples, pieces))
+    before = recur(ends[..., :d], ends[..., d])[:, :-1]
+    before = torch.nn.functional.pad(before, (0, 0, 1, 0)).reshape(samples * pieces, d, 1)
+    sums = torch.stack(both, dim=1).flatten(1, 2)  # (B·pieces, length·d, d + 1)
+    s = torch.baddbmm(sums[..., d:], sums[..., :d], before)
+    return s.reshape(samples, pieces * length, d)[:, :steps]
 
 
-def _one_by_one(P: Tensor, z: Tensor) -> list[Tensor]:
-    s = [z[:, 0]]
-    for n in range(1, z.shape[1]):
-        s.append(torch.baddbmm(z[:, n].unsqueeze(2), P[:, n], s[-1].unsqueeze(2)).squeeze(2))
-    return s
+def _one_by_one(P: Sequence[Tensor], z: Tensor) -> Tensor:
+    now = z[:, 0].unsqueeze(2)
+    s = [now]
+    for P_n, z_n in zip(P[1:], z.unsqueeze(3).unbind(1)[1:], strict=True):
+        now = torch.baddbmm(z_n, P_n, now)
+        s.append(now)
+    return torch.cat(s, dim=2).mT

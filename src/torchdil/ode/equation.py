@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch.utils import _pytree as pytree
 from torchdil.arguments import check_output, check_unknown
 from torchdil.batch import Layout
 from torchdil.modes import observed_by
-from torchdil.ode.field import Field, field_of, looks_at_time
+from torchdil.ode.compiled import memory
+from torchdil.ode.field import Field, field_of
+from torchdil.solve import uncompiled
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,12 @@ class Equation:
         y0: the initial state, a tensor or a nested tuple/dict of tensors.
         t: the times of the answer, (T,), y0 belonging to the first.
         layout: the structure of y0.
-        timed: whether f uses t.
     """
 
     func: Callable[..., Any]
     y0: Any
     t: Tensor
     layout: Layout
-    timed: bool
 
     @staticmethod
     def of(func: Callable[..., Any], y0: Any, t: Any, batch_dims: int) -> Equation:
@@ -96,20 +97,18 @@ class Equation:
         first = pytree.tree_leaves(y0)[0]
         t = _times(t, first)
         layout = Layout.of(y0, batch_dims)
-        found: list[Any] = []
-
-        def at_start(y: Any) -> Any:
-            timed, value = looks_at_time(func, t[0].to(first.dtype), y)
-            found.append(timed)
-            return value
-
-        with observed_by(None):
-            check_output(at_start, "func", y0, ())
-        return Equation(func, y0, t, layout, found[0])
+        func = uncompiled(func)
+        key = ("equation", layout, first.dtype, first.device, getattr(func, "training", None))
+        known = memory(func)
+        if key not in known:  # the call of a check takes as long as a part of the solve
+            with observed_by(None):
+                check_output(lambda y: func(t.detach()[0].to(first.dtype), y), "func", y0, ())
+            known[key] = True
+        return Equation(func, y0, t, layout)
 
     def field(self, per_sample: bool = False) -> Field:
         """How to evaluate f at many points; `per_sample`: with times of its own for each sample."""
-        return field_of(self.func, self.t, self.y0, self.layout, self.timed, per_sample)
+        return field_of(self.func, self.t, self.y0, self.layout, per_sample)
 
     @property
     def start(self) -> Tensor:
@@ -131,8 +130,10 @@ def _times(t: Any, first: Tensor) -> Tensor:
         raise TypeError(f"t must have a floating dtype, got {t.dtype}.")
     if t.device != first.device:
         raise ValueError(f"t must be on the device of y0, {first.device}, got {t.device}.")
-    change = t.detach().diff()
-    if not bool(((change > 0).all() | (change < 0).all()) & torch.isfinite(change).all()):
+    values = t.detach().tolist()
+    pairs = list(pairwise(values))
+    monotone = all(a < b for a, b in pairs) or all(a > b for a, b in pairs)  # never with NaN
+    if not monotone or math.isinf(values[0]) or math.isinf(values[-1]):
         raise ValueError("t must be strictly increasing or strictly decreasing, and finite.")
     return t
 

@@ -8,11 +8,13 @@ at (B, N) points, N times for each sample, in one call where that is possible:
 - "loop": N calls, for functions that `vmap` cannot do, such as a branch on a value.
 - "samples": each sample has times of its own: `vmap` over the N·B points, batches of one sample each.
 
-The first call finds out which; "rows" and "samples" are checked against the plain function before they are used.
+The first call finds out which, by a comparison with the plain function. In "rows" the time is one that cannot be looked at: a
+function that begins to use it later is found out (`UsesTime`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,33 +26,27 @@ from torch.utils import _pytree as pytree
 from torchdil import batch
 from torchdil.batch import Layout
 from torchdil.modes import no_tangents
+from torchdil.ode.compiled import memory
 
 Call = Callable[..., Any]
 
 
-class _Watched(Tensor):
-    """A time that notes whether it is used."""
+class UsesTime(RuntimeError):
+    """f has looked at its time, which it had not done before."""
 
-    used: list[bool]
+
+class _Hidden(Tensor):
+    """A time that must not be looked at."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for item in pytree.tree_leaves((args, kwargs or {})):
-            if isinstance(item, _Watched):
-                item.used.append(True)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        raise UsesTime("func uses t.")
 
 
-def looks_at_time(func: Call, t: Tensor, y: Any) -> tuple[bool, Any]:
-    """Whether f(t, y) uses t at all, and its value."""
-    if isinstance(func, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):  # they would not tell
-        return True, func(t, y)
-    watched = t.detach().as_subclass(_Watched)
-    watched.used = []
-    value = func(watched, y)
-    value = pytree.tree_map_only(_Watched, lambda leaf: leaf.as_subclass(Tensor), value)
-    return bool(watched.used), value
+@functools.cache
+def _hidden(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        return torch.zeros((), dtype=dtype, device=device).as_subclass(_Hidden)
 
 
 @dataclass(frozen=True)
@@ -68,17 +64,21 @@ class Field:
     def __call__(self, call: Call, t: Tensor, y: Tensor) -> Tensor:
         """f(t, y): t of shape (N,), or (B, N) with times per sample; y and the result (B, N, D)."""
         if self.mode == "rows":
-            return self._rows(call, t, y)
+            return self._rows(call, y)
         if self.mode == "samples":
             return self._samples(call, t.expand(y.shape[:2]), y)
         if t.dim() > 1:
             t = t[0]
         return (self._vmap if self.mode == "vmap" else self._loop)(call, t, y)
 
-    def _rows(self, call: Call, t: Tensor, y: Tensor) -> Tensor:
-        ones = (1,) * (len(self.layout.batch_shape) - 1)
-        points = replace(self.layout, batch_shape=torch.Size((y.shape[0] * y.shape[1], *ones)))
-        return points.ravel(call(t.reshape(-1)[0], points.unravel(y.flatten(0, 1)))).unflatten(0, y.shape[:2])
+    def _rows(self, call: Call, y: Tensor) -> Tensor:
+        layout = self.layout
+        many = torch.Size((y.shape[0] * y.shape[1], *(1,) * (len(layout.batch_shape) - 1)))
+        time = _hidden(y.dtype, y.device)
+        if layout.spec.is_leaf():
+            return call(time, y.reshape(many + layout.shapes[0])).reshape(y.shape)
+        points = replace(layout, batch_shape=many)
+        return points.ravel(call(time, points.unravel(y.flatten(0, 1)))).reshape(y.shape)
 
     def _vmap(self, call: Call, t: Tensor, y: Tensor) -> Tensor:
         def one(t: Tensor, y: Tensor) -> Tensor:
@@ -99,36 +99,34 @@ class Field:
         return torch.vmap(one)(t.flatten(), y.flatten(0, 1)).unflatten(0, y.shape[:2])
 
 
-def field_of(func: Call, t: Tensor, y0: Any, layout: Layout, timed: bool, per_sample: bool = False) -> Field:
-    """The best field that agrees with the function itself at y0.
+def field_of(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool = False) -> Field:
+    """The best field that agrees with the function itself at y0; `per_sample`: each sample will have times of its own."""
+    leaf = pytree.tree_leaves(y0)[0]
+    key = ("field", per_sample, layout, leaf.dtype, leaf.device, getattr(func, "training", None))
+    known = memory(func)
+    if key not in known:
+        known[key] = _checked(func, t, y0, layout, per_sample)
+    return Field(layout, known[key])
 
-    Args:
-        timed: whether f uses t.
-        per_sample: whether each sample will have times of its own.
-    """
-    modes = ["loop"]
-    if not per_sample:
-        modes.insert(0, "vmap")
-    if layout.batch_shape and not timed:
-        modes.insert(0, "rows")
-    elif layout.batch_shape and per_sample:
-        modes.insert(0, "samples")
-    if per_sample and not layout.batch_shape:
-        modes.insert(0, "vmap")  # one system has one time
+
+def _checked(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool) -> str:
+    modes = ["samples" if per_sample and layout.batch_shape else "vmap"]
+    if layout.batch_shape and not isinstance(func, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        modes.insert(0, "rows")  # scripted functions would not tell that they use t
     with torch.no_grad(), no_tangents():
         y = layout.ravel(y0).detach()
         # Two different points: a field that mixes them up is found out.
         points = torch.stack((y, y + 0.1 * y.abs().clamp_min(1e-3)), dim=1)
         times = torch.stack((t[0], t[1])).detach()
         expected = Field(layout, "loop")(func, times, points)
-        for mode in modes[:-1]:
+        for mode in modes:
             try:
                 got = Field(layout, mode)(func, times, points)
             except (RuntimeError, ValueError, TypeError, IndexError):
                 continue
             if got.shape == expected.shape and _same(got, expected):
-                return Field(layout, mode)
-    return Field(layout, "loop")
+                return mode
+    return "loop"
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from torchdil.linear import Auto, Dense
 from torchdil.linear.base import LinearSolver
 from torchdil.ode.bidiagonal import Bidiagonal
 from torchdil.ode.equation import Equation, Grid
+from torchdil.ode.march import Marching
 from torchdil.ode.methods import Method
+from torchdil.ode.sequential import Sequential
 from torchdil.ode.trajectory import Trajectory
+from torchdil.ode.whole import Linearised, WholeTrajectory
+from torchdil.operator import Operator
+from torchdil.problem import Call
 from torchdil.solution import Report
 from torchdil.solve import Setting
-from torchdil.solvers import Newton
 from torchdil.solvers.base import Solver
+
+
+# Blocks of up to this size are factorised, all of a trajectory together if they are at most so many numbers.
+_DENSE_BELOW = 256
+_DENSE_NUMBERS = 2**26
 
 
 def fixed_grid(
     equation: Equation,
     method: Method,
     grid: Grid,
-    solver: Solver | None,
+    solver: Solver | Callable[..., Any] | None,
     linear_solver: LinearSolver | None,
     on_failure: str,
     report: Report,
@@ -29,10 +43,64 @@ def fixed_grid(
     steps, rows = len(grid.times) - 1, len(method.rows)
     statement = Trajectory(method, equation.layout, equation.field(), steps)
     start = equation.start.detach().unsqueeze(1).expand(-1, steps * rows, -1)
-    structured = Bidiagonal(steps=steps, rows=rows)
-    setting = Setting(statement, equation.func, solver or Newton(linear_solver=structured), structured, on_failure, report)
-    y = setting.attached(start.reshape(*equation.layout.batch_shape, -1), (equation.y0, grid.times))
+    linearised = Linearised(statement, equation.func, equation.start, grid.times) if _fits(statement) else None
+    structured = structured_solver(
+        statement, equation.func, (equation.y0, grid.times), linear_solver, None if linearised is None else linearised.solve
+    )
+    setting = Setting(statement, equation.func, _forward(statement, solver, linearised), structured, on_failure, report)
+    y = setting.attached(statement.layout.unravel(start.flatten(1)), (equation.y0, grid.times))
     states = statement.view(y)[:, :, -1]
     if grid.ends is not None:
         states = states[:, grid.ends]
     return torch.cat((equation.start.unsqueeze(1), states), dim=1)
+
+
+def structured_solver(
+    statement: Trajectory,
+    func: Call,
+    args: tuple[Any, ...],
+    given: LinearSolver | None,
+    fast: Callable[[Tensor, Tensor, bool], Tensor | None] | None = None,
+) -> LinearSolver:
+    """The linear solver for the Jacobian of a trajectory that goes with the one asked for.
+
+    None and `Auto`: direct for blocks that can be formed, else GMRES for one step after another. `Dense`: direct. Others: for one
+    step after another.
+    """
+    if given is not None and not isinstance(given, LinearSolver):
+        raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {given!r}.")
+    steps, rows = statement.steps, len(statement.method.rows)
+    asked = given if given is not None else Auto()
+    small = _fits(statement)
+    if isinstance(asked, Auto) and asked.dense_below is not None:
+        small = rows * statement.state.size <= asked.dense_below
+    settings = {f.name: getattr(asked, f.name) for f in fields(LinearSolver)}
+    if isinstance(asked, Dense) or (isinstance(asked, Auto) and small):
+        return Bidiagonal(**settings, steps=steps, rows=rows, fast=fast)
+
+    def local(y: Tensor, step: int) -> Operator | None:
+        if y.shape[0] != statement.state.samples:
+            return None
+        here = slice(step, step + 1)
+
+        def block(u: Tensor) -> Tensor:
+            return statement.own(func, u.unflatten(1, (1, rows, -1)), args[1], here).flatten(1)
+
+        return Operator(block, statement.view(y)[:, step].flatten(1), False)
+
+    return Sequential(**settings, steps=steps, rows=rows, inner=asked, local=local)
+
+
+def _fits(statement: Trajectory) -> bool:
+    """Whether the blocks of all steps can be formed."""
+    k = len(statement.method.rows) * statement.state.size
+    return k <= _DENSE_BELOW and statement.state.samples * statement.steps * k * k <= _DENSE_NUMBERS
+
+
+def _forward(statement: Trajectory, solver: Any, linearised: Linearised | None) -> Solver:
+    """The solver of the trajectory that goes with what was asked for."""
+    if isinstance(solver, WholeTrajectory):
+        return replace(solver, linearised=linearised, fallback=Marching(statement=statement))
+    if solver is None and linearised is not None and not statement.method.explicit:
+        return WholeTrajectory(linearised=linearised, fallback=Marching(statement=statement))
+    return Marching(statement=statement, inner=solver)

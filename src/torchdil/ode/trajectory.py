@@ -55,16 +55,27 @@ class Trajectory(Statement):
     def residual(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
         y0, times = args
         y = self.view(y)
+        return (self.own(call, y, times) - self.previous(y, self.state.ravel(y0)).unsqueeze(2)).flatten(1)
+
+    def own(self, call: Call, y: Tensor, times: Tensor, at: slice = slice(None)) -> Tensor:
+        """The part of the residual that depends on the unknowns of the same step: Y_i - h Σ_j a_ij f(t_n + c_j h, Y_j).
+
+        Its Jacobian is made of the blocks D_n.
+
+        Args:
+            y: the unknowns of the steps `at`, (B, S, m, D).
+            times: all grid points.
+            at: which steps; all.
+        """
         rows, c = self.method.tensors(y)
         # Differences first: times may have more digits than y.
-        h = times.diff(dim=-1).to(y.dtype)
+        h = times.diff(dim=-1).to(y.dtype)[..., at]
         # The stages, without the row of the next state where that is one of its own.
         stages = y[:, :, : self.method.stages]
-        at = times[..., :-1, None].to(y.dtype) + h[..., None] * c
-        slopes = self.field(call, at.flatten(-2), stages.flatten(1, 2)).unflatten(1, stages.shape[1:3])
-        change = slopes if rows.shape == (1, 1) and self.method.stiffly_accurate else torch.matmul(rows, slopes)
-        F = y - self.previous(y, self.state.ravel(y0)).unsqueeze(2) - h[..., None, None] * change
-        return F.flatten(1)
+        when = h if self.field.mode == "rows" else (times[..., :-1].to(y.dtype)[..., at, None] + h[..., None] * c).flatten(-2)
+        slopes = self.field(call, when, stages.flatten(1, 2)).unflatten(1, stages.shape[1:3])
+        change = slopes if self.method.rows == ((1.0,),) else torch.matmul(rows, slopes)
+        return y - h[..., None, None] * change
 
     def size(self, operator: Operator, y: Tensor, start: Tensor | None) -> Tensor:
         """The natural size of F: that of y, or of its way from the start."""

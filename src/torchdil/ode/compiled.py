@@ -1,0 +1,133 @@
+"""Functions of tensors that are called again and again, made fast.
+
+A solve on a small state is a few hundred small operations, and Python takes longer to ask for them than they take. So a function
+that comes back with the same shapes is traced into a list of operations (`make_fx`), which runs as a TorchScript graph on a CPU
+and as a CUDA graph on a GPU. Tensors that the function closes over become inputs by reference: what an optimizer writes into them
+is seen.
+
+What was traced may be out of date all the same: a parameter was replaced by another tensor, a Python number in the function has
+changed. So results from here are never trusted: whoever uses one checks it with the function itself, and calls `forget` if it is
+wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+# Calls of one kind before it is traced: what comes once or twice is not worth it.
+_PATIENCE = 2
+
+
+class _Kind:
+    """What is known of one function at one set of shapes: how often it came, and its fast form once there is one."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.fast: Function | None = None
+        self.lock = threading.Lock()
+
+
+_memories: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+
+
+def memory(owner: Any) -> dict[Hashable, Any]:
+    """What is remembered of a function as long as it lives; of one that cannot be a key, nothing."""
+    try:
+        return _memories.setdefault(owner, {})
+    except TypeError:  # no weak references to it, or no hash
+        return {}
+
+
+class Compiled:
+    """`function`, by its fast form where there is one.
+
+    Args:
+        owner: the user's function; the fast form is kept as long as it lives.
+        key: what else it depends on, besides the shapes of its inputs.
+        function: tensors -> tensors, in plain torch operations.
+    """
+
+    def __init__(self, owner: Any, key: Hashable, function: Function):
+        self._function, self._memory = function, memory(owner)
+        self._key = (key, getattr(owner, "training", None))
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        signature = (self._key, *((t.shape, t.dtype, t.device) for t in inputs))
+        kind = self._memory.setdefault(signature, _Kind())
+        kind.calls += 1
+        if kind.calls == _PATIENCE + 1:
+            kind.fast = _fast_form(self._function, inputs)
+        if kind.fast is None:
+            return self._function(*inputs)
+        with kind.lock:
+            return kind.fast(*inputs)
+
+    def forget(self) -> None:
+        """The fast forms are out of date."""
+        self._memory.clear()
+
+
+def _fast_form(function: Function, inputs: tuple[Tensor, ...]) -> Function | None:
+    """The function as a graph, or None if it cannot be one."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and few need it
+
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch, of its own TorchScript
+            traced, captured = _lifted(make_fx(lambda *inputs: function(*inputs))(*inputs))
+            if inputs[0].is_cuda:
+                return _CudaGraph(traced, inputs, captured)
+            scripted = torch.jit.trace(traced, (*inputs, *captured), check_trace=False)
+            for _ in range(2):  # TorchScript optimises in its first runs
+                scripted(*inputs, *captured)
+    except Exception:  # whatever torch could not do: the plain function can
+        return None
+    return lambda *inputs: scripted(*inputs, *captured)
+
+
+def _lifted(traced: Any) -> tuple[Any, list[Tensor]]:
+    """The traced module with the tensors that it had closed over as further inputs."""
+    graph, captured = traced.graph, []
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    for node in list(graph.nodes):
+        if node.op == "get_attr":
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"captured_{len(captured)}")
+            captured.append(getattr(traced, node.target).detach())
+            node.replace_all_uses_with(last)
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    traced.recompile()
+    return traced, captured
+
+
+class _CudaGraph:
+    """A traced function as one launch: inputs are copied into fixed places, results out of them."""
+
+    def __init__(self, traced: Any, inputs: tuple[Tensor, ...], captured: list[Tensor]):
+        self._captured = captured  # the graph reads their memory
+        self._inputs = [t.clone() for t in inputs]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                traced(*self._inputs, *captured)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._outputs = traced(*self._inputs, *captured)
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        for place, t in zip(self._inputs, inputs, strict=True):
+            place.copy_(t)
+        self._graph.replay()
+        return tuple(t.clone() for t in self._outputs)

@@ -1,0 +1,84 @@
+"""Linear systems with the Jacobian of a trajectory, one step after another, matrix-free.
+
+With the blocks D_n of `torchdil.ode.bidiagonal`, a solve with D_n or D_nᵀ at a time by any linear solver of the core:
+
+    J x = r:     D_n x_n = r_n + E x_{n-1}        (n = 1..T; the last state of x_{n-1} enters every row)
+    Jᵀ g = v:    D_nᵀ g_n = v_n + L Eᵀ g_{n+1}    (n = T..1)
+
+This is the paper's way (CG on the normal equations of each step), and the way for states too large to form D_n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchdil.linear.base import LinearSolver
+from torchdil.operator import Operator
+from torchdil.solution import Result, Stats, Status
+
+
+@dataclass(frozen=True)
+class Sequential(LinearSolver):
+    """A solve with each block in turn.
+
+    Attributes:
+        steps: T.
+        rows: m, the unknowns of a step in units of the state.
+        inner: solves with one block.
+        local: (y (B, n), step) -> the operator D_n, (B, k).
+    """
+
+    steps: int = 1
+    rows: int = 1
+    inner: LinearSolver | None = None
+    local: Callable[[Tensor, int], Operator | None] | None = None
+
+    def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
+        assert self.inner is not None and self.local is not None
+        samples = rhs.shape[0]
+        if self.local(operator.y, 0) is None:  # the copies of a vmap: f is not at hand by itself
+            return self.inner.solve(operator, rhs, start, transpose=transpose)
+        k = rhs.shape[1] // self.steps
+        d = k // self.rows
+        b = rhs.unflatten(1, (self.steps, k))
+        found: list[Tensor] = []
+        carried = torch.zeros(samples, d, dtype=rhs.dtype, device=rhs.device)
+        guess: Tensor | None = None
+        results = []
+        for n in reversed(range(self.steps)) if transpose else range(self.steps):
+            block = self.local(operator.y, n)
+            assert block is not None
+            if transpose:
+                right = torch.cat((b[:, n, : k - d], b[:, n, k - d :] + carried), dim=1)
+            else:
+                right = b[:, n] + carried.repeat(1, self.rows)
+            result = self.inner.solve(block, right, guess, transpose=transpose)
+            operator.products += block.products
+            guess = result.value
+            carried = guess.unflatten(1, (self.rows, d)).sum(dim=1) if transpose else guess[:, k - d :]
+            found.append(guess)
+            results.append(result)
+        value = torch.stack(found[::-1] if transpose else found, dim=1).flatten(1)
+        return Result(value, _worst([r.status for r in results]), self._stats(rhs, [r.stats for r in results]))
+
+    def _stats(self, rhs: Tensor, stats: list[Stats]) -> Stats:
+        return Stats(
+            method=f"step by step, {stats[0].method}",
+            steps=torch.stack([s.steps for s in stats]).sum(dim=0),
+            residual=torch.stack([s.residual for s in stats]).square().sum(dim=0).sqrt(),
+            # What is left of each step adds up.
+            tolerance=torch.maximum(self.tolerance(rhs), torch.stack([s.tolerance for s in stats]).square().sum(dim=0).sqrt()),
+            products=sum(s.products for s in stats),
+            exact=stats[0].exact,
+        )
+
+
+def _worst(statuses: list[Tensor]) -> Tensor:
+    """The first status of each sample that is not `converged`."""
+    stacked = torch.stack(statuses)
+    first = (stacked != int(Status.converged)).int().argmax(dim=0)
+    return stacked.gather(0, first.unsqueeze(0)).squeeze(0)

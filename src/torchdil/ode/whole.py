@@ -1,0 +1,221 @@
+"""Newton's method on all steps of a trajectory at once.
+
+Each iteration evaluates f at every step, stage and sample in one batched call and solves the block-bidiagonal system J δ = F
+(`torchdil.ode.bidiagonal`). On smooth dynamics a few iterations replace T times as many, one after the other.
+
+J need not be exact for that, as long as F is: on an even grid its blocks change slowly from step to step, so they are taken at
+every q-th step and used for its neighbours: at y0 for the start, the trajectory of the linearised equation; then, for small
+problems, at every step (Newton's method), for larger ones at a few, and again while the residual keeps falling fast.
+
+The iteration may not contract where the dynamics are stiff, chaotic or long: then the trajectory is found step by step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.ode.bidiagonal import Bidiagonal, Factors, forward_substitution, probes
+from torchdil.ode.compiled import Compiled
+from torchdil.ode.trajectory import Trajectory
+from torchdil.problem import Problem
+from torchdil.solution import Result, Stats, Status
+from torchdil.solvers.base import Solver
+from torchdil.solvers.newton import Newton
+
+# Newton's own iteration while the blocks of all steps are at most so many numbers; beyond, blocks of every eighth step.
+_EXACT_NUMBERS = 2**11
+_STRIDE = 8
+# Old blocks are used again while the residual falls by this factor an iteration.
+_FAST = 0.2
+# A solve whose residual has not halved in three iterations is given up.
+_PATIENCE = 3
+_CONTRACTION = 0.5
+# How far below the tolerance to go: the norm that judges may be smaller than the one used here.
+_MARGIN = 0.1
+
+
+class Linearised:
+    """The Jacobian of a trajectory, factorised in one fast call.
+
+    Args:
+        statement: the trajectory.
+        func: the user's function.
+        y0: the initial state, (B, D).
+        times: the grid.
+    """
+
+    def __init__(self, statement: Trajectory, func: Any, y0: Tensor, times: Tensor):
+        self._statement, self._func = statement, func
+        self._data = y0.detach(), times.detach()
+        self._rows = len(statement.method.rows)
+        self._k = self._rows * statement.state.size
+        self._key = (
+            statement.method,
+            statement.steps,
+            statement.field.mode,
+            statement.state.batch_shape,
+            statement.state.shapes,
+        )
+
+    @property
+    def small(self) -> bool:
+        """Whether the blocks of all steps are cheap to form."""
+        return self._data[0].shape[0] * self._statement.steps * self._k**2 <= _EXACT_NUMBERS
+
+    @property
+    def even(self) -> bool:
+        """Whether all steps have the same size."""
+        h = self._data[1].diff(dim=-1)
+        return bool((h - h[..., :1]).abs().max() <= 0.01 * h.abs().min())
+
+    def begin(self) -> Tensor:
+        """The trajectory of the equation linearised at y0, (B, n): Newton's first iterate if all states were y0 before."""
+        return Compiled(self._func, ("begin", *self._key), lambda *inputs: self._begin(*inputs))(*self._data)[0]
+
+    def refresh(self, y: Tensor, running: Tensor, stride: int) -> tuple[Tensor, ...]:
+        """One iteration with new blocks: the next y (B, n), the largest |F| and |y| of each sample before it (2, B), and the
+        inverses of the blocks."""
+        fast = Compiled(self._func, ("refresh", stride, *self._key), lambda *inputs: self._refresh(stride, *inputs))
+        return fast(y, running, *self._data)
+
+    def again(self, y: Tensor, running: Tensor, inverse: Tensor) -> tuple[Tensor, ...]:
+        """One iteration with the inverses of an earlier one."""
+        fast = Compiled(self._func, ("again", *self._key), lambda *inputs: self._again(*inputs))
+        return *fast(y, running, *self._data, inverse), inverse
+
+    def solve(self, y: Tensor, rhs: Tensor, transpose: bool) -> Tensor | None:
+        """x with J x = rhs (or Jᵀ x = rhs) at y, not checked; None where f is not at hand by itself."""
+        if y.shape[0] != self._data[0].shape[0]:  # the copies of a vmap
+            return None
+        kind = ("adjoint" if transpose else "solve", *self._key)
+        return Compiled(self._func, kind, lambda *inputs: self._solve(transpose, *inputs))(y, rhs, *self._data)[0]
+
+    def forget(self) -> None:
+        """What was remembered of f is out of date."""
+        Compiled(self._func, self._key, self._again).forget()
+
+    def _blocks(self, y: Tensor, times: Tensor, at: slice) -> tuple[Tensor, Tensor]:
+        """Of the steps `at` the part of F that is their own, (B, S, m, D), and its Jacobian, the blocks D_n, (B, S, k, k)."""
+        some = self._statement.view(y)[:, at]
+        flat = some.flatten(1)
+
+        def part(u: Tensor) -> Tensor:
+            return self._statement.own(self._func, u.reshape(some.shape), times, at).flatten(1)
+
+        own, pull = torch.func.vjp(part, flat)
+        rows = torch.vmap(pull)(probes(flat, some.shape[1]))[0]
+        return own.reshape(some.shape), rows.unflatten(2, (some.shape[1], -1)).permute(1, 2, 0, 3)
+
+    def _begin(self, state: Tensor, times: Tensor) -> tuple[Tensor, ...]:
+        steps = self._statement.steps
+        y = state.repeat(1, self._rows * steps)
+        own, D = self._blocks(y, times, slice(0, 1))
+        F = (own - state[:, None, None]).flatten(2)
+        # Both are proportional to the size of the step.
+        h = times.diff(dim=-1).to(y.dtype)
+        ratio = (h / h[..., :1])[..., None]
+        if self.small:
+            eye = torch.eye(self._k, dtype=y.dtype, device=y.device)
+            D = eye + ratio[..., None] * (D - eye)
+        return (y - forward_substitution(torch.linalg.inv_ex(D)[0], ratio * F, self._rows).flatten(1),)
+
+    def _refresh(self, stride: int, y: Tensor, running: Tensor, state: Tensor, times: Tensor) -> tuple[Tensor, ...]:
+        own, D = self._blocks(y, times, slice(stride // 2, None, stride))
+        inverse = torch.linalg.inv_ex(D)[0]
+        own = own if stride == 1 else self._statement.own(self._func, self._statement.view(y), times)
+        return *self._corrected(own, y, running, state, inverse), inverse
+
+    def _again(self, y: Tensor, running: Tensor, state: Tensor, times: Tensor, inverse: Tensor) -> tuple[Tensor, ...]:
+        own = self._statement.own(self._func, self._statement.view(y), times)
+        return self._corrected(own, y, running, state, inverse)
+
+    def _corrected(self, own: Tensor, y: Tensor, running: Tensor, state: Tensor, inverse: Tensor) -> tuple[Tensor, ...]:
+        F = (own - self._statement.previous(self._statement.view(y), state).unsqueeze(2)).flatten(2)
+        new = y - forward_substitution(inverse, F, self._rows).flatten(1)
+        return batch.select(running, new, y), torch.stack((F.flatten(1), y)).abs().amax(dim=2)
+
+    def _solve(self, transpose: bool, y: Tensor, rhs: Tensor, state: Tensor, times: Tensor) -> tuple[Tensor, ...]:
+        _, D = self._blocks(y, times, slice(None))
+        return (Factors(D, self._rows).solve(rhs, transpose),)
+
+
+@dataclass(frozen=True)
+class WholeTrajectory(Solver):
+    """Newton on all steps at once; where it does not contract, the trajectory is found step by step.
+
+    Example:
+        >>> dil.odeint(func, y0, t, solver=dil.ode.WholeTrajectory(max_steps=20))
+    """
+
+    max_steps: int = 15
+    fallback: Solver | None = None
+    linearised: Linearised | None = None
+
+    def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
+        if self.linearised is None or problem.bound is None:
+            return self._newton(problem).solve(problem, y0, tolerance)
+        with torch.no_grad():
+            result = self._iterate(self.linearised, y0, tolerance)
+            failed = result.status != Status.converged
+            if self.fallback is None or not bool(failed.any()):
+                return result
+        value, status, stats = self.fallback.solve(problem, y0, tolerance)
+        stats.method = f"whole trajectory, then {stats.method}"
+        stats.steps = result.stats.steps + torch.where(failed, stats.steps, 0)
+        return Result(batch.select(failed, value, result.value), torch.where(failed, status, result.status), stats)
+
+    def resume(self, problem: Problem, y: Tensor, tolerance: Tensor) -> Result:
+        if self.linearised is not None:
+            self.linearised.forget()
+        return self._newton(problem).solve(problem, y, tolerance)
+
+    def _iterate(self, linearised: Linearised, y: Tensor, tolerance: Tensor) -> Result:
+        enough = _MARGIN * self.accuracy(y.dtype)
+        mask = torch.ones(len(y), dtype=torch.bool, device=y.device)
+        # The bookkeeping is on the host, in numpy: the convergence test has to come there anyway.
+        running, failed = np.ones(len(y), dtype=bool), np.zeros(len(y), dtype=bool)
+        steps, history = np.zeros(len(y), dtype=np.int64), []
+        stride, fast = (1, False) if linearised.small or not linearised.even else (_STRIDE, False)
+        if linearised.small or stride > 1:
+            y = linearised.begin()
+        with np.errstate(all="ignore"):
+            for k in range(self.max_steps):
+                if fast:
+                    y, sizes, inverse = linearised.again(y, mask, inverse)
+                else:
+                    stride = max(1, stride // 4) if k > 1 else stride
+                    y, sizes, inverse = linearised.refresh(y, mask, stride)
+                residual, size = sizes.cpu().numpy()
+                steps += running
+                ratio = residual / history[-1] if k else np.full_like(residual, np.inf)
+                # What the step just taken has left: r, c r, c² r with old blocks, and r, c r², ... with new ones.
+                left = residual * ratio * (ratio if stride == 1 else 1)
+                done = (residual <= enough * size) | ((left <= enough * size) & (ratio < _FAST))
+                stuck = ~np.isfinite(residual)
+                if k > _PATIENCE + 1:
+                    stuck |= ~(residual <= _CONTRACTION * history[-_PATIENCE])
+                failed |= running & stuck & ~done
+                history.append(residual)
+                fast = stride > 1 and (k == 0 or bool((ratio[running] < _FAST).all()))
+                if (running & (done | stuck)).any():
+                    running = running & ~done & ~stuck
+                    if not running.any():
+                        break
+                    mask = torch.from_numpy(running).to(y.device)
+        lost = torch.from_numpy(failed | running).to(y.device) | ~batch.finite(y)
+        told = [torch.from_numpy(r).to(y.device) for r in history]
+        stats = Stats("whole trajectory", torch.from_numpy(steps).to(y.device), told[-1], tolerance, history=told)
+        return Result(y, torch.where(lost, int(Status.stagnated), int(Status.converged)), stats)
+
+    def _newton(self, problem: Problem) -> Newton:
+        """The core's, with the same linear solver."""
+        statement = problem.statement
+        assert isinstance(statement, Trajectory)
+        linear = Bidiagonal(steps=statement.steps, rows=len(statement.method.rows))
+        return Newton(rtol=self.rtol, atol=self.atol, verbose=self.verbose, linear_solver=linear)
