@@ -6,8 +6,8 @@ W_n = D_n⁻¹ E and P_n its last d rows, the derivative of one state by the one
     J x = r:     x_n = D_n⁻¹ r_n + W_n s_{n-1},        s_n = P_n s_{n-1} + (last d rows of D_n⁻¹ r_n)
     Jᵀ g = v:    g_n = D_n⁻ᵀ (v_n + L λ_{n+1}),        λ_n = P_nᵀ λ_{n+1} + W_nᵀ v_n
 
-(L puts d numbers into the last d rows). All blocks come from k batched products with J, all inverses (factorisations, where d is
-large) from one batched call; only the recursions for s and λ go from step to step, as a scan in about 2 √T launches.
+(L puts d numbers into the last d rows). All blocks come from k batched products with J, all inverses (factorisations, where d
+is large) from one batched call; only the recursions for s and λ go from step to step, as a scan in about 2 √T launches.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.linear.base import LinearSolver
-from torchdil.operator import Operator
+from torchdil.operator import Operator, Product
 from torchdil.solution import Result, Stats, Status
 
+Solve = Callable[[Tensor], Tensor]
+
+# Quick solves are refined so many times before the exact one is called for.
+_REFINEMENTS = 12
 # Up to so many steps a recursion is not worth cutting into pieces.
 _SHORT = 12
 # On a CPU, up to so many numbers the recursion is solved as one triangular matrix.
@@ -40,24 +44,22 @@ class Bidiagonal(LinearSolver):
     Attributes:
         steps: T.
         rows: m, the unknowns of a step in units of the state.
-        fast: (y, rhs, transpose) -> x, a quick solve at y whose answer is checked before it is used, or None.
+        fast: (y, transpose) -> (rhs -> x), a quick and perhaps rough solve at y, or None; x is checked and refined with J.
     """
 
     steps: int = 1
     rows: int = 1
-    fast: Callable[[Tensor, Tensor, bool], Tensor | None] | None = None
+    fast: Callable[[Tensor, bool], Solve | None] | None = None
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         before = operator.products
         tolerance = self.tolerance(rhs)
-        x = None if self.fast is None or self.damping else self.fast(operator.y, rhs, transpose)
-        if x is not None:
-            r = rhs - operator.product(transpose)(x)
+        quick = None if self.fast is None or self.damping else self.fast(operator.y, transpose)
+        if quick is not None:
+            x, r, enough = self._refined(quick, operator.product(transpose), rhs)
             residual = batch.norm(r)
-            # The coupling alone, I - E, has norm 2.
-            enough = tolerance + self.attainable(torch.full_like(tolerance, 2.0), x, rhs)
             if bool((residual <= enough).all()):
-                evidence = Propagated(partial(self.fast, operator.y), r, x, transpose, operator.watched)
+                evidence = Propagated(partial(self._quickly, operator.y), r, x, transpose, operator.watched)
                 stats = self._stats(rhs, residual, enough, operator.products - before, evidence)
                 stats.verified = True
                 return Result(x, torch.zeros_like(stats.steps), stats)
@@ -81,6 +83,27 @@ class Bidiagonal(LinearSolver):
         x = torch.where(solved[:, None], x, torch.where(whole[:, None], 0.0, torch.nan))
         evidence = Propagated(factors.solve, r, x, transpose, operator.watched)
         return Result(x, status, self._stats(rhs, residual, tolerance, operator.products - before, evidence))
+
+    def _refined(self, quick: Solve, product: Product, rhs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x, what it leaves of rhs and what it may leave: by quick solves for what the last one left, while that falls fast."""
+        x = quick(rhs)
+        r = rhs - product(x)
+        # The coupling alone, I - E, has norm 2.
+        enough = self.tolerance(rhs) + self.attainable(torch.full_like(rhs[:, 0], 2.0), x, rhs)
+        for _ in range(_REFINEMENTS):
+            if bool((batch.norm(r) <= enough).all()):
+                break
+            better = x + quick(r)
+            r_better = rhs - product(better)
+            if not bool((batch.norm(r_better) <= 0.5 * batch.norm(r)).any()):
+                break
+            closer = batch.norm(r_better) < batch.norm(r)
+            x, r = batch.select(closer, better, x), batch.select(closer, r_better, r)
+        return x, r, enough
+
+    def _quickly(self, y: Tensor, rhs: Tensor, transpose: bool) -> Tensor | None:
+        quick = None if self.fast is None else self.fast(y, transpose)
+        return None if quick is None else quick(rhs)
 
     @staticmethod
     def _stats(rhs: Tensor, residual: Tensor, tolerance: Tensor, products: int, evidence: Propagated) -> Stats:
@@ -127,13 +150,7 @@ class Factors:
             return self._one_by_one(r, transpose).flatten(1)
         if not transpose:
             return forward_substitution(self._inverse, r, self.rows).flatten(1)
-        k, d = self.D.shape[2], self.d
-        W = _columns(self._inverse, self.rows)
-        later = recur(W[..., k - d :, :].mT.flip(1), (W.mT @ r.unsqueeze(3)).squeeze(3).flip(1)).flip(1)
-        if self.rows == 1:
-            return later.flatten(1)
-        r = r + torch.nn.functional.pad(later[:, 1:], (k - d, 0, 0, 1))
-        return (self._inverse.mT @ r.unsqueeze(3)).flatten(1)
+        return backward_substitution(self._inverse, r, self.rows).flatten(1)
 
     def _one_by_one(self, r: Tensor, transpose: bool) -> Tensor:
         """The same for a wide state, for which W would cost more than the T solves that it saves."""
@@ -197,24 +214,40 @@ def _columns(inverse: Tensor, rows: int) -> Tensor:
 
 def forward_substitution(inverse: Tensor, r: Tensor, rows: int) -> Tensor:
     """x with J x = r, (B, T, k), where S <= T inverses D⁻¹, (B, S, k, k), stand for T blocks: each for T / S neighbours."""
-    steps, (_, some, k, _) = r.shape[1], inverse.shape
+    d = inverse.shape[2] // rows
+    W, z = _columns(inverse, rows), _each(inverse, r)
+    s = _recur_each(W[..., -d:, :], z[..., -d:])
+    return s if rows == 1 else z + _each(W, torch.nn.functional.pad(s[:, :-1], (0, 0, 1, 0)))
+
+
+def backward_substitution(inverse: Tensor, v: Tensor, rows: int) -> Tensor:
+    """g with Jᵀ g = v, (B, T, k), likewise."""
+    k = inverse.shape[2]
     d = k // rows
+    W = _columns(inverse, rows)
+    later = _recur_each(W[..., -d:, :].mT, _each(W.mT, v), back=True)
+    return later if rows == 1 else _each(inverse.mT, v + torch.nn.functional.pad(later[:, 1:], (k - d, 0, 0, 1)))
+
+
+def _each(a: Tensor, x: Tensor) -> Tensor:
+    """a x with the a of each step's neighbourhood, (B, S, i, j) and (B, T, j) -> (B, T, i)."""
+    some, steps = a.shape[1], x.shape[1]
+    if some == steps:
+        return (a @ x.unsqueeze(3)).squeeze(3)
     stride = -(-steps // some)
+    x = torch.nn.functional.pad(x, (0, 0, 0, some * stride - steps)).unflatten(1, (some, stride)).mT
+    return (a @ x).mT.flatten(1, 2)[:, :steps]
 
-    def each(a: Tensor, x: Tensor) -> Tensor:
-        """a x with the a of each step's group, (B, S, ·, i) and (B, T, i) -> (B, T, ·)."""
-        if stride == 1:
-            return (a @ x.unsqueeze(3)).squeeze(3)
-        x = torch.nn.functional.pad(x, (0, 0, 0, some * stride - steps)).unflatten(1, (some, stride)).mT
-        return (a @ x).mT.flatten(1, 2)[:, :steps]
 
-    W, z = _columns(inverse, rows), each(inverse, r)
-    P, z_last = W[..., k - d :, :], z[..., k - d :]
-    if d > WIDE and stride > 1:
-        s = _one_by_one([P_n for P_n in P.unbind(1) for _ in range(stride)][:steps], z_last)
-    else:
-        s = recur(P.repeat_interleave(stride, dim=1)[:, :steps] if stride > 1 else P, z_last)
-    return s if rows == 1 else z + each(W, torch.nn.functional.pad(s[:, :-1], (0, 0, 1, 0)))
+def _recur_each(P: Tensor, z: Tensor, back: bool = False) -> Tensor:
+    """`recur` with the P of each step's neighbourhood, (B, S, d, d); `back`: from the last step to the first."""
+    some, steps = P.shape[1], z.shape[1]
+    stride = -(-steps // some)
+    if stride > 1 and z.shape[2] > WIDE:  # without a copy for each step
+        each = [P_n for P_n in P.unbind(1) for _ in range(stride)][:steps]
+        return _one_by_one(each[::-1], z.flip(1)).flip(1) if back else _one_by_one(each, z)
+    P = P if stride == 1 else P.repeat_interleave(stride, dim=1)[:, :steps]
+    return recur(P.flip(1), z.flip(1)).flip(1) if back else recur(P, z)
 
 
 def recur(P: Tensor, z: Tensor) -> Tensor:
@@ -238,8 +271,8 @@ def _triangular(P: Tensor, z: Tensor) -> Tensor:
 
 
 def _scan(P: Tensor, z: Tensor) -> Tensor:
-    """T steps are cut into pieces of √T. Inside the pieces, all of them at once, the products of the P are formed beside the sums;
-    then the pieces follow one another, by `recur` again; one product puts both together.
+    """By pieces of √T steps: inside them, all pieces at once, the products of the P are formed beside the sums; then the pieces
+    follow one another, by `recur` again; one product puts both together.
     """
     samples, steps, d = z.shape
     length = math.isqrt(steps - 1) + 1

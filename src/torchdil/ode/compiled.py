@@ -1,13 +1,13 @@
 """Functions of tensors that are called again and again, made fast.
 
-A solve on a small state is a few hundred small operations, and Python takes longer to ask for them than they take. So a function
-that comes back with the same shapes is traced into a list of operations (`make_fx`), which runs as a TorchScript graph on a CPU
-and as a CUDA graph on a GPU. Tensors that the function closes over become inputs by reference: what an optimizer writes into them
-is seen.
+A solve on a small state is a few hundred small operations, and Python takes longer to ask for them than they take. So a
+function that comes back with the same shapes is traced into a list of operations (`make_fx`), which runs as a TorchScript graph
+on a CPU and as a CUDA graph on a GPU. Tensors that the function closes over become inputs by reference: what an optimizer
+writes into them is seen.
 
-What was traced may be out of date all the same: a parameter was replaced by another tensor, a Python number in the function has
-changed. So results from here are never trusted: whoever uses one checks it with the function itself, and calls `forget` if it is
-wrong.
+What was traced may be out of date all the same: a parameter was replaced by another tensor, a Python number in the function
+has changed. So results from here are never trusted: whoever uses one checks it with the function itself, and calls `forget` if
+it is wrong.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def _fast_form(function: Function, inputs: tuple[Tensor, ...]) -> Function | Non
 
 def _lifted(traced: Any) -> tuple[Any, list[Tensor]]:
     """The traced module with the tensors that it had closed over as further inputs."""
-    graph, captured = traced.graph, []
+    graph = traced.graph
+    captured: list[Tensor] = []
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     for node in list(graph.nodes):
         if node.op == "get_attr":

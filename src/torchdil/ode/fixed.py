@@ -24,7 +24,6 @@ from torchdil.solution import Report
 from torchdil.solve import Setting
 from torchdil.solvers.base import Solver
 
-
 # Blocks of up to this size are factorised, all of a trajectory together if they are at most so many numbers.
 _DENSE_BELOW = 256
 _DENSE_NUMBERS = 2**26
@@ -45,7 +44,7 @@ def fixed_grid(
     start = equation.start.detach().unsqueeze(1).expand(-1, steps * rows, -1)
     linearised = Linearised(statement, equation.func, equation.start, grid.times) if _fits(statement) else None
     structured = structured_solver(
-        statement, equation.func, (equation.y0, grid.times), linear_solver, None if linearised is None else linearised.solve
+        statement, equation.func, (equation.y0, grid.times), linear_solver, None if linearised is None else linearised.solver
     )
     setting = Setting(statement, equation.func, _forward(statement, solver, linearised), structured, on_failure, report)
     y = setting.attached(statement.layout.unravel(start.flatten(1)), (equation.y0, grid.times))
@@ -60,11 +59,11 @@ def structured_solver(
     func: Call,
     args: tuple[Any, ...],
     given: LinearSolver | None,
-    fast: Callable[[Tensor, Tensor, bool], Tensor | None] | None = None,
+    fast: Callable[[Tensor, bool], Callable[[Tensor], Tensor] | None] | None = None,
 ) -> LinearSolver:
     """The linear solver for the Jacobian of a trajectory that goes with the one asked for.
 
-    None and `Auto`: direct for blocks that can be formed, else GMRES for one step after another. `Dense`: direct. Others: for one
+    None and `Auto`: direct for blocks that can be formed, else GMRES for one step after another. `Dense`: direct. Others: one
     step after another.
     """
     if given is not None and not isinstance(given, LinearSolver):
@@ -101,6 +100,7 @@ def _forward(statement: Trajectory, solver: Any, linearised: Linearised | None) 
     """The solver of the trajectory that goes with what was asked for."""
     if isinstance(solver, WholeTrajectory):
         return replace(solver, linearised=linearised, fallback=Marching(statement=statement))
-    if solver is None and linearised is not None and not statement.method.explicit:
+    at_once = linearised is not None and not (linearised.large and linearised.on_cpu)
+    if solver is None and at_once and not statement.method.explicit:
         return WholeTrajectory(linearised=linearised, fallback=Marching(statement=statement))
     return Marching(statement=statement, inner=solver)

@@ -12,6 +12,7 @@ The iteration may not contract where the dynamics are stiff, chaotic or long: th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.ode.bidiagonal import Bidiagonal, Factors, forward_substitution, probes
+from torchdil.live import LiveTable
+from torchdil.ode.bidiagonal import WIDE, Bidiagonal, Factors, backward_substitution, forward_substitution, probes
 from torchdil.ode.compiled import Compiled
 from torchdil.ode.trajectory import Trajectory
 from torchdil.problem import Problem
@@ -31,6 +33,10 @@ from torchdil.solvers.newton import Newton
 # Newton's own iteration while the blocks of all steps are at most so many numbers; beyond, blocks of every eighth step.
 _EXACT_NUMBERS = 2**11
 _STRIDE = 8
+# Blocks of a step of more numbers than this: on a CPU one step after the other is faster.
+_LARGE_NUMBERS = 2**13
+# Iterations that a small problem needs at least: they are taken together. A test of convergence costs more on a GPU.
+_FIRST, _FIRST_ON_GPU = 2, 3
 # Old blocks are used again while the residual falls by this factor an iteration.
 _FAST = 0.2
 # A solve whose residual has not halved in three iterations is given up.
@@ -66,7 +72,19 @@ class Linearised:
     @property
     def small(self) -> bool:
         """Whether the blocks of all steps are cheap to form."""
+        if not self.on_cpu:
+            return self._k <= WIDE
         return self._data[0].shape[0] * self._statement.steps * self._k**2 <= _EXACT_NUMBERS
+
+    @property
+    def large(self) -> bool:
+        """Whether the blocks of one step are more work than Python's share in it."""
+        return self._data[0].shape[0] * self._k**2 > _LARGE_NUMBERS
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the launch of an operation costs little."""
+        return self._data[0].device.type == "cpu"
 
     @property
     def even(self) -> bool:
@@ -74,9 +92,12 @@ class Linearised:
         h = self._data[1].diff(dim=-1)
         return bool((h - h[..., :1]).abs().max() <= 0.01 * h.abs().min())
 
-    def begin(self) -> Tensor:
-        """The trajectory of the equation linearised at y0, (B, n): Newton's first iterate if all states were y0 before."""
-        return Compiled(self._func, ("begin", *self._key), lambda *inputs: self._begin(*inputs))(*self._data)[0]
+    def begin(self) -> tuple[Tensor, ...]:
+        """The trajectory of the equation linearised at y0, Newton's first iterate if all states were y0 before; where blocks
+        are cheap, a few more iterates behind it, in one call: y, (B, n), and the largest |F| and |y| before each, (2, B).
+        """
+        count = (_FIRST if self.on_cpu else _FIRST_ON_GPU) if self.small else 0
+        return Compiled(self._func, ("begin", *self._key), lambda *inputs: self._begin(count, *inputs))(*self._data)
 
     def refresh(self, y: Tensor, running: Tensor, stride: int) -> tuple[Tensor, ...]:
         """One iteration with new blocks: the next y (B, n), the largest |F| and |y| of each sample before it (2, B), and the
@@ -84,17 +105,25 @@ class Linearised:
         fast = Compiled(self._func, ("refresh", stride, *self._key), lambda *inputs: self._refresh(stride, *inputs))
         return fast(y, running, *self._data)
 
-    def again(self, y: Tensor, running: Tensor, inverse: Tensor) -> tuple[Tensor, ...]:
+    def again(self, y: Tensor, running: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One iteration with the inverses of an earlier one."""
         fast = Compiled(self._func, ("again", *self._key), lambda *inputs: self._again(*inputs))
-        return *fast(y, running, *self._data, inverse), inverse
+        new, sizes = fast(y, running, *self._data, inverse)
+        return new, sizes, inverse
 
-    def solve(self, y: Tensor, rhs: Tensor, transpose: bool) -> Tensor | None:
-        """x with J x = rhs (or Jᵀ x = rhs) at y, not checked; None where f is not at hand by itself."""
+    def solver(self, y: Tensor, transpose: bool) -> Callable[[Tensor], Tensor] | None:
+        """rhs -> x with J x = rhs (or Jᵀ x = rhs) at y, not checked, rough for large blocks; None: f is not at hand alone."""
         if y.shape[0] != self._data[0].shape[0]:  # the copies of a vmap
             return None
+        if self.large and self.even:
+            invert = Compiled(self._func, ("invert", *self._key), lambda *inputs: self._invert(*inputs))
+            (inverse,) = invert(y, *self._data)
+            substitute = backward_substitution if transpose else forward_substitution
+            steps = self._statement.steps
+            return lambda rhs: substitute(inverse, rhs.unflatten(1, (steps, -1)), self._rows).flatten(1)
         kind = ("adjoint" if transpose else "solve", *self._key)
-        return Compiled(self._func, kind, lambda *inputs: self._solve(transpose, *inputs))(y, rhs, *self._data)[0]
+        fast = Compiled(self._func, kind, lambda *inputs: self._solve(transpose, *inputs))
+        return lambda rhs: fast(y, rhs, *self._data)[0]
 
     def forget(self) -> None:
         """What was remembered of f is out of date."""
@@ -108,14 +137,14 @@ class Linearised:
         def part(u: Tensor) -> Tensor:
             return self._statement.own(self._func, u.reshape(some.shape), times, at).flatten(1)
 
-        own, pull = torch.func.vjp(part, flat)
+        own, pull = torch.func.vjp(part, flat)  # type: ignore[misc]  # annotated with three results
         rows = torch.vmap(pull)(probes(flat, some.shape[1]))[0]
         return own.reshape(some.shape), rows.unflatten(2, (some.shape[1], -1)).permute(1, 2, 0, 3)
 
-    def _begin(self, state: Tensor, times: Tensor) -> tuple[Tensor, ...]:
+    def _begin(self, count: int, state: Tensor, times: Tensor) -> tuple[Tensor, ...]:
         steps = self._statement.steps
         y = state.repeat(1, self._rows * steps)
-        own, D = self._blocks(y, times, slice(0, 1))
+        own, D = self._blocks(y, times, slice(1))
         F = (own - state[:, None, None]).flatten(2)
         # Both are proportional to the size of the step.
         h = times.diff(dim=-1).to(y.dtype)
@@ -123,7 +152,12 @@ class Linearised:
         if self.small:
             eye = torch.eye(self._k, dtype=y.dtype, device=y.device)
             D = eye + ratio[..., None] * (D - eye)
-        return (y - forward_substitution(torch.linalg.inv_ex(D)[0], ratio * F, self._rows).flatten(1),)
+        y = y - forward_substitution(torch.linalg.inv_ex(D)[0], ratio * F, self._rows).flatten(1)
+        everyone, sizes = torch.ones_like(y[:, 0], dtype=torch.bool), []
+        for _ in range(count):
+            y, size, _ = self._refresh(1, y, everyone, state, times)
+            sizes.append(size)
+        return y, *sizes
 
     def _refresh(self, stride: int, y: Tensor, running: Tensor, state: Tensor, times: Tensor) -> tuple[Tensor, ...]:
         own, D = self._blocks(y, times, slice(stride // 2, None, stride))
@@ -139,6 +173,10 @@ class Linearised:
         F = (own - self._statement.previous(self._statement.view(y), state).unsqueeze(2)).flatten(2)
         new = y - forward_substitution(inverse, F, self._rows).flatten(1)
         return batch.select(running, new, y), torch.stack((F.flatten(1), y)).abs().amax(dim=2)
+
+    def _invert(self, y: Tensor, state: Tensor, times: Tensor) -> tuple[Tensor, ...]:
+        stride = min(2 * _STRIDE, self._statement.steps)
+        return (torch.linalg.inv_ex(self._blocks(y, times, slice(stride // 2, None, stride))[1])[0],)
 
     def _solve(self, transpose: bool, y: Tensor, rhs: Tensor, state: Tensor, times: Tensor) -> tuple[Tensor, ...]:
         _, D = self._blocks(y, times, slice(None))
@@ -161,7 +199,7 @@ class WholeTrajectory(Solver):
         if self.linearised is None or problem.bound is None:
             return self._newton(problem).solve(problem, y0, tolerance)
         with torch.no_grad():
-            result = self._iterate(self.linearised, y0, tolerance)
+            result = self._iterate(self.linearised, y0, tolerance, self.table(problem, len(y0)))
             failed = result.status != Status.converged
             if self.fallback is None or not bool(failed.any()):
                 return result
@@ -171,22 +209,29 @@ class WholeTrajectory(Solver):
         return Result(batch.select(failed, value, result.value), torch.where(failed, status, result.status), stats)
 
     def resume(self, problem: Problem, y: Tensor, tolerance: Tensor) -> Result:
-        if self.linearised is not None:
-            self.linearised.forget()
+        far = 10 * _MARGIN * self.accuracy(y.dtype) * y.abs().amax(dim=1)
+        if self.linearised is not None and bool((problem.evaluate(y).abs().amax(dim=1) > far).any()):
+            self.linearised.forget()  # the fast form said otherwise
         return self._newton(problem).solve(problem, y, tolerance)
 
-    def _iterate(self, linearised: Linearised, y: Tensor, tolerance: Tensor) -> Result:
+    def _iterate(self, linearised: Linearised, y: Tensor, tolerance: Tensor, table: LiveTable | None) -> Result:
         enough = _MARGIN * self.accuracy(y.dtype)
         mask = torch.ones(len(y), dtype=torch.bool, device=y.device)
         # The bookkeeping is on the host, in numpy: the convergence test has to come there anyway.
         running, failed = np.ones(len(y), dtype=bool), np.zeros(len(y), dtype=bool)
-        steps, history = np.zeros(len(y), dtype=np.int64), []
-        stride, fast = (1, False) if linearised.small or not linearised.even else (_STRIDE, False)
-        if linearised.small or stride > 1:
-            y = linearised.begin()
+        steps = np.zeros(len(y), dtype=np.int64)
+        history: list[np.ndarray[Any, Any]] = []
+        inverse = y
+        small = linearised.small
+        stride, fast = 1 if small or not linearised.even else _STRIDE, False
+        ahead: list[Tensor] = []
+        if small or stride > 1:
+            y, *ahead = linearised.begin()
         with np.errstate(all="ignore"):
             for k in range(self.max_steps):
-                if fast:
+                if k < len(ahead):
+                    sizes = ahead[k]
+                elif fast:
                     y, sizes, inverse = linearised.again(y, mask, inverse)
                 else:
                     stride = max(1, stride // 4) if k > 1 else stride
@@ -202,12 +247,16 @@ class WholeTrajectory(Solver):
                     stuck |= ~(residual <= _CONTRACTION * history[-_PATIENCE])
                 failed |= running & stuck & ~done
                 history.append(residual)
+                if table is not None:
+                    table.row(k + 1, torch.from_numpy(running), sizes[0])
                 fast = stride > 1 and (k == 0 or bool((ratio[running] < _FAST).all()))
-                if (running & (done | stuck)).any():
+                if k + 1 >= len(ahead) and (running & (done | stuck)).any():
                     running = running & ~done & ~stuck
                     if not running.any():
                         break
                     mask = torch.from_numpy(running).to(y.device)
+        if table is not None:
+            table.close(f"converged {int((~failed & ~running).sum())} of {len(y)}")
         lost = torch.from_numpy(failed | running).to(y.device) | ~batch.finite(y)
         told = [torch.from_numpy(r).to(y.device) for r in history]
         stats = Stats("whole trajectory", torch.from_numpy(steps).to(y.device), told[-1], tolerance, history=told)
