@@ -1,4 +1,4 @@
-"""The tables of README.md, docs/numbers.md and docs/solvers.md, from `benchmarks/results/*.json`."""
+"""The tables of README.md, docs/numbers.md, docs/solvers.md and docs/ode-speed.md, from `benchmarks/results/*.json`."""
 
 from __future__ import annotations
 
@@ -137,6 +137,59 @@ The answers agree to {speed["largest_difference"]:.0e}.
 """
 
 
+def ode(results: dict[str, Any]) -> str:
+    """docs/ode-speed.md."""
+    config = results["ode"]["config"]
+    parts = "\n".join(_ode_part(results[name]) for name in ("ode", "ode_gpu") if name in results)
+    return f"""# Neural ODEs in numbers
+
+Written by `python -m benchmarks --only ode` from `benchmarks/results/ode.json` and, on a GPU, `ode_gpu.json`.
+
+dy/dt = f(y), f a network D-30-30-D with tanh; {config["steps"]} steps of {config["step_size"]}, float32, the loss the sum of
+squares of all states, all systems with the same weights. *torchdil* is `dil.odeint(f, y0, t, batch_dims=1)`, backward Euler
+with the exact gradient; *CG* is the same with `linear_solver=dil.CG()`, as in the paper. *diffrax* is its `ImplicitEuler` with
+`VeryChord(rtol={config["tolerance"]:g}, atol={config["tolerance"]:g})`, `ConstantStepSize` and `DirectAdjoint`, jitted and
+vmapped over the batch. *torchdiffeq* has no implicit method: `odeint_adjoint` with its defaults, and Euler's explicit method
+with backpropagation.
+
+The systems take turns in short blocks; medians in milliseconds, in brackets the quartiles. *Backward* is what both take more
+than the forward alone in the same round, *by clock* what the backward alone took where that can be timed. *Residual* is
+max |y_n - y_{{n-1}} - h f(y_n)|, asked for {config["tolerance"]:g}; *gradient* its relative distance to the exact one in
+float64 (a system that misses the former, or the latter by 1e-3, is *rejected*). The last columns are times over torchdil's.
+
+{parts}"""
+
+
+def _ode_part(results: dict[str, Any]) -> str:
+    """The cases of one device."""
+    at, blocks = results["machine"], []
+    for case in results["cases"]:
+        rows = []
+        for name, system in case["systems"].items():
+            times = [_quartiles(system[what]) for what in ("forward", "backward", "both")]
+            clock = short(system["backward_by_clock"]["median"]) if "backward_by_clock" in system else ""
+            judged = [f"{system[key]:.0e}" if key in system else "" for key in ("residual", "gradient_error")]
+            ratios = [short(ratio) for ratio in case["ratios"].get(name, {"forward": 1, "backward": 1, "both": 1}).values()]
+            label = f"{name} (rejected)" if "rejected" in system else name
+            rows.append([label, *times[:2], clock, times[2], *judged, *ratios])
+        headings = ["system", "forward", "backward", "by clock", "both", "residual", "gradient"]
+        headings += ["forward, ratio", "backward, ratio", "both, ratio"]
+        blocks.append(f"### D = {case['state']}, batch {case['batch']}\n\n{markdown(headings, rows)}\n")
+    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items() if name != "platform")
+    title = at.get("gpu", f"{at['cpu']}, one core")
+    return f"## {title}\n\n{machine(results)}, {versions}.\n\n" + "\n".join(blocks)
+
+
+def _quartiles(times: dict[str, Any]) -> str:
+    low, high = times["quartiles"]
+    return f"{short(times['median'])} ({short(low)}, {short(high)})"
+
+
+def short(number: float) -> str:
+    """Three digits, or all of a larger number."""
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
+
+
 def _solver_row(row: dict[str, Any]) -> list[Any]:
     ours = [f"`{row['solver']}`", row["status"], row["steps"], row["calls"], row["passes"], f"{row['error']:.0e}"]
     if "scipy" not in row:
@@ -160,10 +213,11 @@ def machine(results: dict[str, Any]) -> str:
     return f"torchdil {at['torchdil']}, torch {at['torch']}, {at['cpu']}, {at['threads']} thread, seed {at['seed']}"
 
 
-def update(core: dict[str, Any], forward: dict[str, Any], root: Path) -> None:
-    """Write the tables where readers find them."""
+def update(results: dict[str, Any], root: Path) -> None:
+    """Write the tables where readers find them; `results` by the names of their files."""
     path = root / "README.md"
     text = path.read_text()
-    path.write_text(text[: text.index(BEGIN)] + readme(core) + text[text.index(END) + len(END) :])
-    (root / "docs" / "numbers.md").write_text(numbers(core))
-    (root / "docs" / "solvers.md").write_text(solvers(forward))
+    path.write_text(text[: text.index(BEGIN)] + readme(results["core"]) + text[text.index(END) + len(END) :])
+    (root / "docs" / "numbers.md").write_text(numbers(results["core"]))
+    (root / "docs" / "solvers.md").write_text(solvers(results["solvers"]))
+    (root / "docs" / "ode-speed.md").write_text(ode(results))

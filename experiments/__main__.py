@@ -11,9 +11,9 @@ import torch
 
 import torchdil as dil
 from benchmarks import core, scale
-from benchmarks.__main__ import machine
+from benchmarks.machine import machine
 from benchmarks.tables import machine as in_words
-from experiments import coverage, coverage_page, faults, kepler, kepler_page, page, trust
+from experiments import coverage, coverage_page, faults, kepler, kepler_page, page, runtime, runtime_page, trust
 
 RESULTS = Path("results")
 # Unknowns of the large problems, and how often they are timed.
@@ -44,6 +44,8 @@ def main() -> None:
     planted = faults.run()
     print("Kepler's equation ...", flush=True)
     inexact = kepler.run(kepler.Config.preset(options.preset), options.seed)
+    print("runtime of neural ODEs ...", flush=True)
+    times = runtime.run(runtime.Config.preset(options.preset), options.seed)
     unknowns, repeats = SIZES[options.preset]
     large = []
     for name in scale.energies(16):
@@ -58,6 +60,7 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "core.json").write_text(json.dumps(results | {"warm_start": warm} | rows, indent=2) + "\n")
     (RESULTS / "kepler.json").write_text(json.dumps(inexact | {"machine": about}) + "\n")
+    (RESULTS / "runtime.json").write_text(json.dumps(times | {"machine": about}) + "\n")
     sections = [
         (
             "What a layer says of its gradient",
@@ -100,6 +103,18 @@ def main() -> None:
                 "learning fared from cold and warm starts, judged by the exact E; medians."
             )
             + page.table(kepler_page.inexact_rows(inexact)),
+        ),
+        (
+            "How long does a neural ODE take?",
+            page.paragraph(
+                "The paper's Figure 2: forward and backward times of backward Euler beside DOPRI5 and forward Euler, mean ± "
+                f"standard deviation over {times['config']['initialisations']} random networks with two hidden layers of "
+                f"{runtime.HIDDEN}; h max|λ| says how stiff they are."
+            )
+            + page.paragraph(runtime_page.answer(times))
+            + page.gallery(list(runtime_page.figures(times).values()))
+            + page.table(runtime_page.claims(times))
+            + "".join(page.table(runtime_page.rows(times, family)) for family in runtime_page.FAMILIES),
         ),
         (
             f"A backward pass at {unknowns:,} unknowns",

@@ -294,7 +294,7 @@ def shares(table: list[dict[str, Any]], error: str, number: str) -> dict[str, An
 def main() -> None:
     from experiments import coverage_page
 
-    publish("coverage", lambda seed: run(Config.preset("paper"), seed), coverage_page)
+    publish("coverage", lambda options: run(Config.preset(options.preset), options.seed), coverage_page)
 
 
 if __name__ == "__main__":

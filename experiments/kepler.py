@@ -319,7 +319,7 @@ def _factors(config: Config, problems: Problems, pooled: Tensor) -> dict[str, An
 def main() -> None:
     from experiments import kepler_page
 
-    publish("kepler", lambda seed: run(Config.preset("paper"), seed), kepler_page)
+    publish("kepler", lambda options: run(Config.preset(options.preset), options.seed), kepler_page)
 
 
 def _median(a: Tensor) -> float:

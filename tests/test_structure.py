@@ -40,7 +40,7 @@ LAYERS = [
 RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}
 
 FUNCTIONS = ["argmin", "root", "fixed_point", "attach", "check_gradient", "odeint"]
-MODULES = ["ArgminLayer", "RootLayer", "FixedPointLayer"]
+MODULES = ["ArgminLayer", "RootLayer", "FixedPointLayer", "NeuralODE"]
 SOLVERS = [
     "Anderson",
     "Broyden",

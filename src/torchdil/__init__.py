@@ -27,6 +27,7 @@ from torchdil.linear import NormalCG as NormalCG
 from torchdil.linear import Nystrom as Nystrom
 from torchdil.linear import SecantMemory as SecantMemory
 from torchdil.linear import WarmStart as WarmStart
+from torchdil.ode import NeuralODE as NeuralODE
 from torchdil.ode import odeint as odeint
 from torchdil.root import root as root
 from torchdil.solution import ConvergenceError as ConvergenceError

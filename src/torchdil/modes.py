@@ -55,8 +55,12 @@ def full_precision(y: Tensor) -> Any:
 
 def plain_saving() -> Any:
     """A context in which tensors are saved as they are: hooks of checkpointing would run for every product with J."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return nullcontext() if hooks is None else saved_tensors_hooks(_keep, _keep)
+    return saved_tensors_hooks(_keep, _keep) if saving_hooked() else nullcontext()
+
+
+def saving_hooked() -> bool:
+    """Whether hooks on saved tensors are at work, those of checkpointing for example: torch.func refuses to run then."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _keep(t: Tensor) -> Tensor:

@@ -99,19 +99,23 @@ class _Linear:
         return product - rhs
 
     def solve(self, rhs: Tensor, y: Tensor, failed: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
-        of = self.condition
+        of, at, transpose = self.parent, y, self.transpose
+        while isinstance(of, _Linear):  # its Jacobian is its parent's, or the transpose: a structured solver must know which
+            transpose ^= of.transpose
+            at, operands = operands[1], operands[3:]
+            of = of.parent
         condition = Condition(
-            lambda u: self.parent.residual(u, *operands),
+            lambda u: of.residual(u, *operands),
             of.symmetric,
             of.linear_solver,
             of.on_failure,
             of.report,
             failed=failed[:, 0] > 0,
         )
-        operator = Operator(condition.residual, y, condition.symmetric)
+        operator = Operator(condition.residual, at, condition.symmetric)
         if isinstance(self.parent, Implicit):
             operator.watched = operator.graph()[1].detach()
-        return condition.solve(operator, rhs, self.transpose), failed.clone()
+        return condition.solve(operator, rhs, transpose), failed.clone()
 
     def vmapped(self, size: int, in_dims: Sequence[int | None]) -> _Linear:
         return replace(self, parent=self.parent.vmapped(size, in_dims))

@@ -11,5 +11,7 @@ from torchdil.ode.methods import Kvaerno5 as Kvaerno5
 from torchdil.ode.methods import Method as Method
 from torchdil.ode.methods import RadauIIA as RadauIIA
 from torchdil.ode.methods import Trapezoid as Trapezoid
+from torchdil.ode.neural import NeuralODE as NeuralODE
+from torchdil.ode.newton import SimplifiedNewton as SimplifiedNewton
 from torchdil.ode.odeint import odeint as odeint
 from torchdil.ode.odeint import solve as solve

@@ -23,8 +23,8 @@ from torch import Tensor
 
 Function = Callable[..., tuple[Tensor, ...]]
 
-# Calls of one kind before it is traced: what comes once or twice is not worth it.
-_PATIENCE = 2
+# Calls of one kind before it is traced: that takes a few tenths of a second.
+_PATIENCE = 10
 
 
 class _Kind:
@@ -60,6 +60,7 @@ class Compiled:
         self._function, self._memory = function, memory(owner)
         self._key = (key, getattr(owner, "training", None))
 
+    @torch.no_grad()
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         signature = (self._key, *((t.shape, t.dtype, t.device) for t in inputs))
         kind = self._memory.setdefault(signature, _Kind())
@@ -81,7 +82,7 @@ def _fast_form(function: Function, inputs: tuple[Tensor, ...]) -> Function | Non
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and few need it
 
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch, of its own TorchScript
             traced, captured = _lifted(make_fx(lambda *inputs: function(*inputs))(*inputs))
             if inputs[0].is_cuda:

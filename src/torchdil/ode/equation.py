@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -95,12 +96,15 @@ class Equation:
             raise TypeError(f"func must be callable as func(t, y), got {type(func).__name__}.")
         check_unknown(y0, "y0")
         first = pytree.tree_leaves(y0)[0]
+        if first.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"y0 must be float32 or float64 to solve implicit steps, got {first.dtype}.")
         t = _times(t, first)
         layout = Layout.of(y0, batch_dims)
         func = uncompiled(func)
         key = ("equation", layout, first.dtype, first.device, getattr(func, "training", None))
         known = memory(func)
         if key not in known:  # the call of a check takes as long as a part of the solve
+            _check_signature(func)
             with observed_by(None):
                 check_output(lambda y: func(t.detach()[0].to(first.dtype), y), "func", y0, ())
             known[key] = True
@@ -119,6 +123,15 @@ class Equation:
         """States (B, T, D) as (T, *y0.shape), in the structure of y0."""
         many = replace(self.layout, batch_shape=torch.Size((states.shape[1], *self.layout.batch_shape)))
         return many.unravel(states.transpose(0, 1).flatten(0, 1))
+
+
+def _check_signature(func: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(func).bind(None, None)
+    except ValueError:  # a built-in function without one
+        return
+    except TypeError as error:
+        raise TypeError(f"func must be callable as func(t, y): {error}.") from None
 
 
 def _times(t: Any, first: Tensor) -> Tensor:

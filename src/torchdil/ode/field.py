@@ -9,7 +9,7 @@ at (B, N) points, N times for each sample, in one call where that is possible:
 - "samples": each sample has times of its own: `vmap` over the N·B points, batches of one sample each.
 
 The first call finds out which, by a comparison with the plain function. In "rows" the time is one that cannot be looked at: a
-function that begins to use it later is found out (`UsesTime`).
+function that begins to use it later is found out (`TimeUsedError`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from torch.utils import _pytree as pytree
 
 from torchdil import batch
 from torchdil.batch import Layout
-from torchdil.modes import no_tangents
+from torchdil.modes import no_tangents, transforms_active
 from torchdil.ode.compiled import memory
 
 Call = Callable[..., Any]
+# They would not tell that they use t.
+_SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
 
 
-class UsesTime(RuntimeError):
+class TimeUsedError(RuntimeError):
     """f has looked at its time, which it had not done before."""
 
 
@@ -40,7 +42,7 @@ class _Hidden(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise UsesTime("func uses t.")
+        raise TimeUsedError("func uses t.")
 
 
 @functools.cache
@@ -104,29 +106,34 @@ def field_of(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool = 
     leaf = pytree.tree_leaves(y0)[0]
     key = ("field", per_sample, layout, leaf.dtype, leaf.device, getattr(func, "training", None))
     known = memory(func)
+    if key not in known and transforms_active():  # no values to compare
+        return Field(layout, "samples" if per_sample and layout.batch_shape else "vmap")
     if key not in known:
         known[key] = _checked(func, t, y0, layout, per_sample)
     return Field(layout, known[key])
 
 
 def _checked(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool) -> str:
-    modes = ["samples" if per_sample and layout.batch_shape else "vmap"]
-    if layout.batch_shape and not isinstance(func, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
-        modes.insert(0, "rows")  # scripted functions would not tell that they use t
     with torch.no_grad(), no_tangents():
         y = layout.ravel(y0).detach()
         # Two different points: a field that mixes them up is found out.
         points = torch.stack((y, y + 0.1 * y.abs().clamp_min(1e-3)), dim=1)
-        times = torch.stack((t[0], t[1])).detach()
+        times = torch.stack((t[0], t[1])).detach().to(y.dtype)
         expected = Field(layout, "loop")(func, times, points)
-        for mode in modes:
+
+        def agrees(mode: str) -> bool:
             try:
                 got = Field(layout, mode)(func, times, points)
-            except (RuntimeError, ValueError, TypeError, IndexError):
-                continue
-            if got.shape == expected.shape and _same(got, expected):
-                return mode
-    return "loop"
+            except Exception:  # whatever the function does not like of it
+                return False
+            return got.shape == expected.shape and _same(got, expected)
+
+        mode = "samples" if per_sample and layout.batch_shape else "vmap"
+        # vmap refuses a branch on a value, which "rows" would take for all points at once.
+        usable = agrees("vmap")
+        if usable and layout.batch_shape and not isinstance(func, _SCRIPTED) and agrees("rows"):
+            return "rows"
+        return mode if usable and agrees(mode) else "loop"
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

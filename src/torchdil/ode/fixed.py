@@ -11,10 +11,12 @@ from torch import Tensor
 
 from torchdil.linear import Auto, Dense
 from torchdil.linear.base import LinearSolver
+from torchdil.modes import saving_hooked, transforms_active
 from torchdil.ode.bidiagonal import Bidiagonal
 from torchdil.ode.equation import Equation, Grid
 from torchdil.ode.march import Marching
 from torchdil.ode.methods import Method
+from torchdil.ode.newton import SimplifiedNewton
 from torchdil.ode.sequential import Sequential
 from torchdil.ode.trajectory import Trajectory
 from torchdil.ode.whole import Linearised, WholeTrajectory
@@ -26,7 +28,7 @@ from torchdil.solvers.base import Solver
 
 # Blocks of up to this size are factorised, all of a trajectory together if they are at most so many numbers.
 _DENSE_BELOW = 256
-_DENSE_NUMBERS = 2**26
+_DENSE_NUMBERS = 2**28
 
 
 def fixed_grid(
@@ -42,7 +44,7 @@ def fixed_grid(
     steps, rows = len(grid.times) - 1, len(method.rows)
     statement = Trajectory(method, equation.layout, equation.field(), steps)
     start = equation.start.detach().unsqueeze(1).expand(-1, steps * rows, -1)
-    linearised = Linearised(statement, equation.func, equation.start, grid.times) if _fits(statement) else None
+    linearised = Linearised(statement, equation.func, equation.start, grid.times) if _at_hand(statement) else None
     structured = structured_solver(
         statement, equation.func, (equation.y0, grid.times), linear_solver, None if linearised is None else linearised.solver
     )
@@ -77,9 +79,7 @@ def structured_solver(
     if isinstance(asked, Dense) or (isinstance(asked, Auto) and small):
         return Bidiagonal(**settings, steps=steps, rows=rows, fast=fast)
 
-    def local(y: Tensor, step: int) -> Operator | None:
-        if y.shape[0] != statement.state.samples:
-            return None
+    def local(y: Tensor, step: int) -> Operator:
         here = slice(step, step + 1)
 
         def block(u: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def structured_solver(
 
         return Operator(block, statement.view(y)[:, step].flatten(1), False)
 
-    return Sequential(**settings, steps=steps, rows=rows, inner=asked, local=local)
+    return Sequential(**settings, steps=steps, rows=rows, inner=asked, local=None if transforms_active() else local)
 
 
 def _fits(statement: Trajectory) -> bool:
@@ -96,11 +96,18 @@ def _fits(statement: Trajectory) -> bool:
     return k <= _DENSE_BELOW and statement.state.samples * statement.steps * k * k <= _DENSE_NUMBERS
 
 
+def _at_hand(statement: Trajectory) -> bool:
+    """Whether f can be differentiated by itself, by torch.func: a function that `vmap` refuses may not be."""
+    return _fits(statement) and statement.field.mode != "loop" and not transforms_active() and not saving_hooked()
+
+
 def _forward(statement: Trajectory, solver: Any, linearised: Linearised | None) -> Solver:
     """The solver of the trajectory that goes with what was asked for."""
+    if isinstance(solver, type) or not (solver is None or isinstance(solver, (Solver, SimplifiedNewton)) or callable(solver)):
+        raise TypeError(f"solver must be a torchdil solver such as Newton() or a callable (fn, y0) -> y, got {solver!r}.")
     if isinstance(solver, WholeTrajectory):
         return replace(solver, linearised=linearised, fallback=Marching(statement=statement))
-    at_once = linearised is not None and not (linearised.large and linearised.on_cpu)
+    at_once = transforms_active() if linearised is None else not (linearised.large and linearised.on_cpu)
     if solver is None and at_once and not statement.method.explicit:
         return WholeTrajectory(linearised=linearised, fallback=Marching(statement=statement))
     return Marching(statement=statement, inner=solver)

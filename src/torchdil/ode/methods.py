@@ -30,7 +30,9 @@ class Method:
         b: the weights of the step, s numbers.
         order: the order of the global error.
         names: the strings by which `odeint` knows the method.
-        error_weights: b - b̂ of an embedded method, s numbers; () where there is none.
+        error_weights: of the slopes in the error estimate, b - b̂ of an embedded method, s numbers; () where there is none.
+        error_start: the weight of f(t_n, y_n) in it, where that is no stage.
+        error_filter: γ, if the estimate is multiplied by (I - hγ ∂f/∂y)⁻¹ to be right for stiff equations.
         error_order: the power of h that the error estimate falls with, less one.
     """
 
@@ -51,6 +53,14 @@ class Method:
     @property
     def error_weights(self) -> tuple[float, ...]:
         return ()
+
+    @property
+    def error_start(self) -> float:
+        return 0.0
+
+    @property
+    def error_filter(self) -> float:
+        return 0.0
 
     @property
     def error_order(self) -> int:
@@ -142,6 +152,7 @@ class TRBDF2(Method):
     A = ((0.0, 0.0, 0.0), (_d, _d, 0.0), (_w, _w, _d))
     order = 2
     error_weights = (_w - (1 - _w) / 3, _w - (3 * _w + 1) / 3, 2 * _d / 3)
+    error_filter = _d
 
 
 @dataclass(frozen=True, repr=False)
@@ -174,9 +185,10 @@ class Kvaerno5(Method):
     error_weights = tuple(b - b_hat for b, b_hat in zip(A[-1], A[-2], strict=True))
 
 
+@functools.cache
 def _collocation(c: tuple[float, ...]) -> tuple[Matrix, tuple[float, ...]]:
     """A and b of the collocation method with the nodes c: a_ij and b_j integrate the j-th Lagrange polynomial to c_i and 1."""
-    a_rows, weights = [], []
+    a_rows = []
     for x in (*c, 1.0):
         integrals = []
         for j, node in enumerate(c):
@@ -184,15 +196,15 @@ def _collocation(c: tuple[float, ...]) -> tuple[Matrix, tuple[float, ...]]:
             lagrange = np.poly1d(others, r=True) / math.prod(node - other for other in others)
             integrals.append(float(np.polyint(lagrange)(x)))
         a_rows.append(tuple(integrals))
-    weights = list(a_rows.pop())
-    return tuple(a_rows), tuple(weights)
+    b = a_rows.pop()
+    return tuple(a_rows), b
 
 
 @dataclass(frozen=True)
 class _Collocation(Method):
     """A method whose stages lie on a polynomial; `order` chooses how many."""
 
-    order: int  # type: ignore[misc]
+    order: int
     _nodes: ClassVar[dict[int, tuple[float, ...]]]
 
     def __post_init__(self) -> None:
@@ -203,11 +215,11 @@ class _Collocation(Method):
 
     @property
     def A(self) -> Matrix:
-        return _tableaus(type(self), self.order)[0]
+        return _collocation(self.c)[0]
 
     @property
     def b(self) -> tuple[float, ...]:
-        return _tableaus(type(self), self.order)[1]
+        return _collocation(self.c)[1]
 
     @property
     def c(self) -> tuple[float, ...]:
@@ -217,19 +229,15 @@ class _Collocation(Method):
         return f"{type(self).__name__}({self.order})"
 
 
-@functools.cache
-def _tableaus(kind: type[_Collocation], order: int) -> tuple[Matrix, tuple[float, ...]]:
-    c = kind._nodes[order]
-    A, b = _collocation(c)
-    return A, A[-1] if c[-1] == 1 else b
-
-
 @dataclass(frozen=True, repr=False)
 class GaussLegendre(_Collocation):
     """Collocation at the Gauss nodes. Order 4 (two stages) or 6 (three), A-stable, symplectic."""
 
     order: int = 4
-    _nodes = {4: (0.5 - math.sqrt(3) / 6, 0.5 + math.sqrt(3) / 6), 6: (0.5 - math.sqrt(15) / 10, 0.5, 0.5 + math.sqrt(15) / 10)}
+    _nodes: ClassVar[dict[int, tuple[float, ...]]] = {
+        4: (0.5 - math.sqrt(3) / 6, 0.5 + math.sqrt(3) / 6),
+        6: (0.5 - math.sqrt(15) / 10, 0.5, 0.5 + math.sqrt(15) / 10),
+    }
 
 
 @dataclass(frozen=True, repr=False)
@@ -237,7 +245,31 @@ class RadauIIA(_Collocation):
     """Collocation at the right Radau nodes. Order 3 (two stages) or 5 (three), L-stable; order 5 estimates its error."""
 
     order: int = 5
-    _nodes = {3: (1 / 3, 1.0), 5: (0.4 - math.sqrt(6) / 10, 0.4 + math.sqrt(6) / 10, 1.0)}
+    _nodes: ClassVar[dict[int, tuple[float, ...]]] = {
+        3: (1 / 3, 1.0),
+        5: (0.4 - math.sqrt(6) / 10, 0.4 + math.sqrt(6) / 10, 1.0),
+    }
+
+    # The estimate of Hairer & Wanner (1996), section IV.8: an embedded formula of order 3 with f(t_n, y_n) as one more stage.
+
+    @property
+    def error_filter(self) -> float:
+        return 1 / (3 + 3 ** (2 / 3) - 3 ** (1 / 3)) if self.order == 5 else 0.0
+
+    @property
+    def error_start(self) -> float:
+        return self.error_filter
+
+    @property
+    def error_weights(self) -> tuple[float, ...]:
+        if self.order != 5:
+            return ()
+        e = [self.error_filter * x / 3 for x in (-13 - 7 * math.sqrt(6), -13 + 7 * math.sqrt(6), -1.0)]
+        return tuple(math.fsum(e[i] * self.A[i][j] for i in range(3)) for j in range(3))
+
+    @property
+    def error_order(self) -> int:
+        return 3
 
 
 @dataclass(frozen=True, repr=False)

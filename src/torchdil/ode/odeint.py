@@ -9,10 +9,17 @@ from torch import Tensor
 
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import eager
+from torchdil.ode.adaptive import Tolerances, adaptive
+from torchdil.ode.adaptive_adjoint import adaptive_adjoint
+from torchdil.ode.adjoint import adjoint_grid
+from torchdil.ode.backprop import unrolled_grid
+from torchdil.ode.compiled import memory
 from torchdil.ode.equation import Equation, Grid, Options
 from torchdil.ode.fixed import fixed_grid
-from torchdil.ode.methods import Method, method_of
-from torchdil.solution import FailurePolicy, Report, Solution, check_policy
+from torchdil.ode.methods import Kvaerno5, Method, method_of
+from torchdil.ode.recompute import recomputed
+from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, check_policy
+from torchdil.solve import uncompiled
 from torchdil.solvers.base import Solver
 
 GRADIENTS = ("ift", "adjoint", "backprop")
@@ -34,7 +41,41 @@ def odeint(
     options: dict[str, Any] | None = None,
     on_failure: FailurePolicy = "warn",
 ) -> Any:
-    """y at the times t, with dy/dt = func(t, y) and y(t[0]) = y0."""
+    """y at the times t, with dy/dt = func(t, y) and y(t[0]) = y0, and its exact derivatives.
+
+    A drop-in for `torchdiffeq.odeint`, for stiff and implicit problems. Gradients reach y0, t and every tensor that `func`
+    depends on: parameters of a module, tensors of a closure.
+
+    Args:
+        func: f(t, y) with the shapes of y; t has no axes.
+        y0: the initial state: a tensor of any shape, or a nested tuple/dict of tensors; float32 or float64.
+        t: the times of the answer, (T,), increasing or decreasing.
+        method: a method of `torchdil.ode` such as `RadauIIA(5)`, or its name: "backward_euler", "trapezoid",
+            "implicit_midpoint", "trbdf2", "sdirk2", "gl4", "gl6", "radauIIA3", "radauIIA5", "kvaerno5", and for comparison
+            "euler" and "rk4".
+        gradient: "ift": of the discrete solution, exact, by the implicit function theorem on the whole trajectory; "adjoint":
+            the continuous adjoint, integrated backwards; "backprop": through the iterations of the solver, for tests.
+        solver: finds the trajectory. Default: Newton on all steps at once (`WholeTrajectory`), step by step where that does not
+            contract or does not pay. A `SimplifiedNewton`, a solver of the core such as `Picard()` or `Newton()`, or a callable
+            (fn, y) -> y solves one step after another.
+        linear_solver: for the backward pass. Default: direct where the blocks of J can be formed, else GMRES for one step after
+            another. `CG()` is the paper's (on the normal equations of each step), `Dense()` its "naive".
+        batch_dims: how many first axes of y number independent systems; 0: all of y is one system, right for any func.
+        rtol: the relative error of a step that an adaptive method (TRBDF2, Kvaerno5, RadauIIA(5)) aims at. These are adaptive
+            if rtol or atol is given and options has neither step_size nor substeps, `Kvaerno5` also without; other methods take
+            a fixed grid, and use neither.
+        atol: the absolute one.
+        options: a dict of `step_size` or `substeps` (the grid between outputs; one step each by default), `max_steps` and
+            `first_step` (adaptive), `checkpoint` (True: O(√T) memory), `adjoint` ("reverse" or "stored").
+        on_failure: "raise", "warn" or "ignore", or "zero" / "nan" for the gradient of the samples that failed.
+
+    Returns:
+        y at the times t, (T, *y0.shape), in the structure of y0. `torchdil.ode.solve` gives the report, too.
+
+    Example:
+        >>> k = torch.tensor(50.0, requires_grad=True)
+        >>> y = dil.odeint(lambda t, y: -k * (y - t.cos()), torch.zeros(1), torch.linspace(0, 1, 11))
+    """
     return solve(
         func,
         y0,
@@ -67,7 +108,46 @@ def solve(
     options: dict[str, Any] | None = None,
     on_failure: FailurePolicy = "warn",
 ) -> Solution:
-    """`odeint` with its report: `.value` is what `odeint` returns, `.status` and `.stats` are per sample."""
+    """`odeint` with its report.
+
+    Args: as in `odeint`.
+
+    Returns:
+        A `Solution`: `.value` is what `odeint` returns, `.status` and `.stats` are per sample, `.report` keeps the forward and
+        the backward solve.
+
+    Example:
+        >>> solution = dil.ode.solve(func, y0, t, batch_dims=1)
+        >>> print(solution.report)
+    """
+    settings = (method, gradient, solver, linear_solver, batch_dims, rtol, atol, options, on_failure)
+    known = memory(uncompiled(func))
+    before = bool(known)
+    try:
+        return _solve(func, y0, t, *settings)
+    except ConvergenceError:
+        raise
+    except Exception:
+        if not before:
+            raise
+        known.clear()  # what is remembered of func may be out of date: it uses t now, or inputs of another shape
+        return _solve(func, y0, t, *settings)
+
+
+def _solve(
+    func: Callable[..., Any],
+    y0: Any,
+    t: Tensor,
+    method: Method | str,
+    gradient: str,
+    solver: Solver | Callable[..., Any] | None,
+    linear_solver: LinearSolver | None,
+    batch_dims: int,
+    rtol: float | None,
+    atol: float | None,
+    options: dict[str, Any] | None,
+    on_failure: str,
+) -> Solution:
     method = method_of(method)
     check_policy(on_failure)
     if gradient not in GRADIENTS:
@@ -75,8 +155,26 @@ def solve(
     chosen = Options.of(options)
     equation = Equation.of(func, y0, t, batch_dims)
     report = Report(equation.layout.batch_shape)
-    # adaptive: method.adaptive and not chosen.fixed and (rtol or atol given, or the method is meant for it) -> adaptive.py
-    # gradient "adjoint" -> adjoint.py, "backprop" -> backprop.py, options["checkpoint"] -> recompute.py
-    states = fixed_grid(equation, method, Grid.of(equation.t, chosen), solver, linear_solver, on_failure, report)
+    tolerances = Tolerances.of(rtol, atol, equation.start.dtype)
+    if method.adaptive and not chosen.fixed and (isinstance(method, Kvaerno5) or not rtol is atol is None):
+        if gradient == "backprop" or chosen.checkpoint:
+            what = "options checkpoint" if chosen.checkpoint else 'gradient="backprop"'
+            raise ValueError(f"{what} is for a fixed grid: give options step_size or substeps too.")
+        walk = adaptive if gradient == "ift" else adaptive_adjoint
+        states = walk(equation, method, chosen, tolerances, solver, linear_solver, on_failure, report)
+        assert report.forward is not None
+        return Solution(equation.outputs(states), *report.forward, report)
+    grid = Grid.of(equation.t, chosen)
+    if chosen.checkpoint and gradient != "ift":
+        raise ValueError(f'checkpoint is for gradient="ift", got gradient={gradient!r}.')
+    if gradient == "adjoint":
+        stored = chosen.adjoint == "stored"
+        states = adjoint_grid(equation, method, grid, solver, linear_solver, on_failure, report, stored)
+    elif gradient == "backprop":
+        states = unrolled_grid(equation, method, grid, solver, on_failure, report)
+    elif chosen.checkpoint:
+        states = recomputed(equation, method, grid, solver, linear_solver, on_failure, report, chosen.checkpoint)
+    else:
+        states = fixed_grid(equation, method, grid, solver, linear_solver, on_failure, report)
     assert report.forward is not None
     return Solution(equation.outputs(states), *report.forward, report)

@@ -29,18 +29,18 @@ class Sequential(LinearSolver):
         steps: T.
         rows: m, the unknowns of a step in units of the state.
         inner: solves with one block.
-        local: (y (B, n), step) -> the operator D_n, (B, k).
+        local: (y (B, n), step) -> the operator D_n, (B, k); None: f is not at hand by itself, J is solved with as a whole.
     """
 
     steps: int = 1
     rows: int = 1
     inner: LinearSolver | None = None
-    local: Callable[[Tensor, int], Operator | None] | None = None
+    local: Callable[[Tensor, int], Operator] | None = None
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
-        assert self.inner is not None and self.local is not None
+        assert self.inner is not None
         samples = rhs.shape[0]
-        if self.local(operator.y, 0) is None:  # the copies of a vmap: f is not at hand by itself
+        if self.local is None:
             return self.inner.solve(operator, rhs, start, transpose=transpose)
         k = rhs.shape[1] // self.steps
         d = k // self.rows
@@ -51,7 +51,6 @@ class Sequential(LinearSolver):
         results = []
         for n in reversed(range(self.steps)) if transpose else range(self.steps):
             block = self.local(operator.y, n)
-            assert block is not None
             if transpose:
                 right = torch.cat((b[:, n, : k - d], b[:, n, k - d :] + carried), dim=1)
             else:

@@ -42,8 +42,10 @@ _FAST = 0.2
 # A solve whose residual has not halved in three iterations is given up.
 _PATIENCE = 3
 _CONTRACTION = 0.5
-# How far below the tolerance to go: the norm that judges may be smaller than the one used here.
-_MARGIN = 0.1
+# How far below the tolerance to go, if rounding lets: Newton's next digits are cheap, and gradients are the better for it.
+_MARGIN = 0.01
+_ROUNDINGS = 4
+_ACCEPTABLE = 0.1
 
 
 class Linearised:
@@ -196,26 +198,31 @@ class WholeTrajectory(Solver):
     linearised: Linearised | None = None
 
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
-        if self.linearised is None or problem.bound is None:
-            return self._newton(problem).solve(problem, y0, tolerance)
-        with torch.no_grad():
-            result = self._iterate(self.linearised, y0, tolerance, self.table(problem, len(y0)))
-            failed = result.status != Status.converged
-            if self.fallback is None or not bool(failed.any()):
-                return result
+        if self.linearised is None:
+            result = self._newton(problem).solve(problem, y0, tolerance)
+        else:
+            with torch.no_grad():
+                result = self._iterate(self.linearised, y0, tolerance, self.table(problem, len(y0)))
+        failed = result.status != Status.converged
+        if self.fallback is None or problem.bound is None or not bool(failed.any()):
+            return result
         value, status, stats = self.fallback.solve(problem, y0, tolerance)
         stats.method = f"whole trajectory, then {stats.method}"
         stats.steps = result.stats.steps + torch.where(failed, stats.steps, 0)
         return Result(batch.select(failed, value, result.value), torch.where(failed, status, result.status), stats)
 
     def resume(self, problem: Problem, y: Tensor, tolerance: Tensor) -> Result:
-        far = 10 * _MARGIN * self.accuracy(y.dtype) * y.abs().amax(dim=1)
+        far = 10 * self._enough(y.dtype) * y.abs().amax(dim=1)
         if self.linearised is not None and bool((problem.evaluate(y).abs().amax(dim=1) > far).any()):
             self.linearised.forget()  # the fast form said otherwise
         return self._newton(problem).solve(problem, y, tolerance)
 
+    def _enough(self, dtype: torch.dtype) -> float:
+        """The largest |F| to leave, relative to the largest |y|."""
+        return max(_MARGIN * self.accuracy(dtype), _ROUNDINGS * torch.finfo(dtype).eps)
+
     def _iterate(self, linearised: Linearised, y: Tensor, tolerance: Tensor, table: LiveTable | None) -> Result:
-        enough = _MARGIN * self.accuracy(y.dtype)
+        enough, acceptable = self._enough(y.dtype), _ACCEPTABLE * self.accuracy(y.dtype)
         mask = torch.ones(len(y), dtype=torch.bool, device=y.device)
         # The bookkeeping is on the host, in numpy: the convergence test has to come there anyway.
         running, failed = np.ones(len(y), dtype=bool), np.zeros(len(y), dtype=bool)
@@ -242,6 +249,7 @@ class WholeTrajectory(Solver):
                 # What the step just taken has left: r, c r, c² r with old blocks, and r, c r², ... with new ones.
                 left = residual * ratio * (ratio if stride == 1 else 1)
                 done = (residual <= enough * size) | ((left <= enough * size) & (ratio < _FAST))
+                done |= (residual <= acceptable * size) & (ratio > _CONTRACTION)  # rounding, then
                 stuck = ~np.isfinite(residual)
                 if k > _PATIENCE + 1:
                     stuck |= ~(residual <= _CONTRACTION * history[-_PATIENCE])

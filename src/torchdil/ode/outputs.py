@@ -1,0 +1,205 @@
+"""Outputs inside the steps of a trajectory.
+
+The state at t_out, t_n < t_out < t_{n+1}, is where one step of the same method leads from y_n: a shorter one than that from t_n
+to t_{n+1}, so within its error. All outputs of all samples are independent steps, solved together and attached like any
+problem, so the derivatives with respect to y_n, t_n, t_out and what f depends on are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.linear import Auto
+from torchdil.linear.base import LinearSolver
+from torchdil.modes import tangents_active
+from torchdil.ode.equation import Equation
+from torchdil.ode.interpolant import Interpolant
+from torchdil.ode.trajectory import Trajectory
+from torchdil.ode.walk import Tolerances
+from torchdil.operator import Operator, Product
+from torchdil.problem import Call, Problem, Statement
+from torchdil.solution import Report, Result, Stats, Status
+from torchdil.solve import Setting
+from torchdil.solvers.base import Solver
+from torchdil.solvers.newton import Newton
+
+# The correction of an output, in units of its tolerance, after which Newton's iteration has nothing left to do.
+_SMALL = 1e-3
+
+
+def outputs(
+    equation: Equation,
+    statement: Trajectory,
+    rows: Tensor,
+    times: Tensor,
+    reached: Tensor,
+    tolerances: Tolerances,
+    linear_solver: LinearSolver | None,
+    on_failure: str,
+    report: Report,
+) -> Tensor:
+    """The states at the outputs, (B, T, D).
+
+    Args:
+        rows: the attached rows of the steps, (B, N, m, D).
+        times: their grid, (N + 1,) or (B, N + 1).
+        reached: how far each sample came, (B,).
+    """
+    samples, count, m, d = rows.shape
+    first = equation.start.unsqueeze(1)
+    grid, wanted = times.expand(samples, -1), equation.t[1:].double()
+    with torch.no_grad():
+        sign = torch.sign(wanted[-1] - equation.t[0])
+        ends, points = (sign * wanted).expand(samples, -1).contiguous(), (sign * grid).contiguous()
+        step = (torch.searchsorted(points, ends) - 1).clamp(0, count - 1)
+        beyond = ends > sign * reached[:, None]  # a sample that failed on the way stays where it is
+        exact = (torch.gather(grid, 1, step + 1) == wanted) | beyond
+    states = torch.gather(rows[:, :, -1], 1, step.unsqueeze(2).expand(-1, -1, d))
+    inside = ~exact.all(dim=0)
+    if equation.t.requires_grad or tangents_active():  # the grid does not move with the outputs
+        inside = torch.ones_like(inside)
+    columns = inside.nonzero().squeeze(1)
+    if not len(columns):
+        return torch.cat((first, states), dim=1)
+    step, beyond = step[:, columns], beyond[:, columns]
+    before = torch.cat((first, rows[:, :-1, -1]), dim=1)
+    before = torch.gather(before, 1, step.unsqueeze(2).expand(-1, -1, d))
+    before = torch.where(beyond.unsqueeze(2), states[:, columns], before)
+    begin = torch.gather(grid, 1, step)
+    end = torch.where(beyond, begin, wanted[columns])
+    with torch.no_grad():
+        taken = torch.gather(rows, 1, step[:, :, None, None].expand(-1, -1, m, d))
+        part = batch.divide(end - begin, torch.gather(grid, 1, step + 1) - begin).to(rows.dtype)
+        c = statement.method.tensors(rows)[1]
+        c = c if len(c) == m else torch.nn.functional.pad(c, (0, 1), value=1.0)
+        start = Interpolant(statement.method).at(part.unsqueeze(2) * c, before, taken)
+    apart = Apart(statement.method, statement.state, statement.field, len(columns))
+    newton = Corrected(apart=apart, tolerances=tolerances, linear_solver=Folded(steps=len(columns)))
+    inner = Report(equation.layout.batch_shape)
+    backward = Folded(steps=len(columns), inner=linear_solver or Auto())
+    setting = Setting(apart, equation.func, newton, backward, on_failure, inner)
+    args = (before, begin[0], end[0]) if times.dim() == 1 else (before, begin, end)
+    found = apart.view(setting.attached(start.reshape(*equation.layout.batch_shape, -1), args))[:, :, -1]
+    assert inner.forward is not None and report.forward is not None
+    status = torch.where(report.forward.status == Status.converged, inner.forward.status, report.forward.status)
+    report.forward.stats.products += inner.forward.stats.products
+    report.forward = report.forward._replace(status=status)
+    states = found if len(columns) == states.shape[1] else states.index_copy(1, columns, found)
+    return torch.cat((first, states), dim=1)
+
+
+def accepted(tolerances: Tolerances, dtype: torch.dtype) -> float:
+    """The ‖F‖, relative to its size, that is in keeping with errors of this size."""
+    return 10 * max(tolerances.rtol, batch.default_rtol(dtype))
+
+
+class Estimated(Trajectory):
+    """Steps that are solved as well as their errors are worth."""
+
+    def size(self, operator: Operator, y: Tensor, start: Tensor | None) -> Tensor:
+        # Newton's iteration leaves an error in y, and F of it is larger the stiffer the equation.
+        stiff = torch.finfo(y.dtype).eps ** 0.5 * Statement.size(self, operator, y, start)
+        return torch.maximum(super().size(operator, y, start), stiff)
+
+
+class Apart(Estimated):
+    """Steps that do not follow one another; `args` are the states before them, (B, T, D), and where they begin and end."""
+
+    def residual(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
+        before, begin, end = args
+        y = self.view(y)
+        rows, c = self.method.tensors(y)
+        h = (end - begin).to(y.dtype)
+        stages = y[:, :, : self.method.stages]
+        at = begin[..., None].to(y.dtype) + h[..., None] * c
+        slopes = self.field(call, at.flatten(-2), stages.flatten(1, 2)).unflatten(1, stages.shape[1:3])
+        return (y - before.unsqueeze(2) - h[..., None, None] * torch.matmul(rows, slopes)).flatten(1)
+
+
+@dataclass(frozen=True)
+class Corrected(Solver):
+    """Newton's iteration from a start that is nearly right, until a correction is far below the tolerance.
+
+    Where it does not get there, damped Newton takes over.
+
+    Attributes:
+        apart: the steps.
+        tolerances: of the integration.
+        linear_solver: for J δ = F.
+    """
+
+    max_steps: int = 6
+    apart: Apart = field(kw_only=True)
+    tolerances: Tolerances = field(kw_only=True)
+    linear_solver: LinearSolver = field(kw_only=True)
+
+    def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
+        y, running = y0, torch.ones_like(tolerance, dtype=torch.bool)
+        steps = torch.zeros_like(running, dtype=torch.long)
+        with torch.no_grad():
+            for _ in range(self.max_steps):
+                correction = self.linear_solver.solve(problem.operator(y), problem.evaluate(y)).value
+                y = batch.select(running, y - correction, y)
+                steps += running
+                relative = self.apart.view(correction) / self.tolerances.scale(self.apart.view(y).abs())
+                running = running & ~(relative.square().mean(dim=(2, 3)).sqrt().amax(dim=1) <= _SMALL)
+                if not bool(running.any()):
+                    break
+        stats = Stats("Newton", steps, torch.zeros_like(tolerance), tolerance, history=[torch.zeros_like(tolerance)])
+        if not bool(running.any()):
+            return Result(y, torch.zeros_like(steps), stats)
+        newton = Newton(linear_solver=self.linear_solver)
+        value, status, _ = newton.solve(problem, y0, torch.where(running, tolerance, torch.inf))
+        return Result(batch.select(running, value, y), torch.where(running, status, 0), stats)
+
+    def accepted(self, dtype: torch.dtype) -> float:
+        return accepted(self.tolerances, dtype)
+
+
+@dataclass(frozen=True)
+class Folded(LinearSolver):
+    """Solves with a J that has a block for each of T steps, as B T systems.
+
+    Attributes:
+        steps: T.
+        inner: solves them.
+    """
+
+    steps: int = 1
+    inner: LinearSolver = field(default_factory=Auto)
+
+    def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
+        samples, before = len(rhs), operator.products
+        blocks = _Blocks(operator, self.steps)
+        guess = None if start is None else start.reshape(blocks.shape)
+        value, status, stats = self.inner.solve(blocks, rhs.reshape(blocks.shape), guess, transpose=transpose)
+        total = Stats(
+            method=stats.method,
+            steps=stats.steps.reshape(samples, -1).amax(dim=1),
+            residual=batch.norm(stats.residual.reshape(samples, -1)),
+            tolerance=batch.norm(stats.tolerance.reshape(samples, -1)),
+            products=operator.products - before,
+            exact=stats.exact,
+        )
+        return Result(value.reshape(rhs.shape), status.reshape(samples, -1).amax(dim=1), total)
+
+
+class _Blocks(Operator):
+    """J with T blocks a sample, (B, T k), as B T operators of size k."""
+
+    def __init__(self, whole: Operator, steps: int):
+        samples, n = whole.shape
+        super().__init__(whole.residual, whole.y.reshape(samples * steps, n // steps), whole.symmetric)
+        self._whole = whole
+
+    def product(self, transpose: bool, strategy: str = "backward") -> Product:
+        product, shape = self._whole.product(transpose, strategy), self._whole.shape
+        return lambda p: product(p.reshape(shape)).reshape(p.shape)
+
+    def rows(self, vectors: Tensor) -> Tensor:
+        return self._whole.rows(vectors.reshape(len(vectors), *self._whole.shape)).reshape(vectors.shape)
