@@ -37,7 +37,7 @@ WORKER = Path(__file__).parent / "ode_diffrax.py"
 HIDDEN = 30
 # Relative: what float32 may cost a gradient that is exact otherwise; beyond it, or the tolerance, a system is `rejected`.
 EXACT = 1e-3
-WARM_UP = 5
+WARM_UP = 15  # torchdil traces what came ten times with the same shapes
 LONG = 0.3  # seconds; such a call needs no other before it, and one a round is enough
 
 

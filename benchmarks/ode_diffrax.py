@@ -54,6 +54,8 @@ class Problem:
         settings = int(data["steps"]), float(data["step_size"]), float(data["tolerance"])
 
         def states(weights: list[Any], y0: Any) -> Any:
+            if len(y0) == 1:
+                return solve(weights, y0[0], *settings)[None]
             return jax.vmap(lambda start: solve(weights, start, *settings))(y0)
 
         self.forward = jax.jit(states)

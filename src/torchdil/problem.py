@@ -51,6 +51,10 @@ class Statement(ABC):
         with torch.no_grad():
             return batch.norm(operator.rmv(change))
 
+    def quick_size(self, y: Tensor, start: Tensor | None) -> Tensor | None:
+        """A lower bound of that size which costs no product, if there is one: an F that is small against it needs no other."""
+        return None
+
     def first_size(self, problem: Problem, start: Tensor) -> Tensor:
         """The natural size of F where a solve begins, (B,); 0 where it is not finite."""
         size = torch.maximum(batch.norm(problem.evaluate(start)), self.size(problem.operator(start), start, None))

@@ -268,10 +268,12 @@ class Setting:
         """The result with ‖F‖ at its value, and the status that follows from it."""
         with torch.no_grad(), no_tangents():
             y, residual = result.value, batch.norm(point.F.detach())
-            tolerance = (rtol * self.statement.size(point.operator, y, start)).clamp_min(atol)
+            size = self.statement.quick_size(y, start)
+            if size is None or not bool((residual <= rtol * size).all()):
+                size = self.statement.size(point.operator, y, start)
+            tolerance = (rtol * size).clamp_min(atol)
             stats = replace(result.stats, residual=residual, tolerance=tolerance, norm=batch.norm(y), products=self.calls)
-            status = result.status
-            solved = residual <= tolerance
+            status, solved = result.status, residual <= tolerance
             if bool((solved & (status == Status.converged)).all()):  # then y is finite, too
                 return Result(y, status, stats)
             status = torch.where(~solved & (status == Status.converged), int(Status.not_stationary), status)

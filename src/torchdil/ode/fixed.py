@@ -18,7 +18,7 @@ from torchdil.ode.march import Marching
 from torchdil.ode.methods import Method
 from torchdil.ode.newton import SimplifiedNewton
 from torchdil.ode.sequential import Sequential
-from torchdil.ode.trajectory import Trajectory
+from torchdil.ode.trajectory import Trajectory, sizes
 from torchdil.ode.whole import Linearised, WholeTrajectory
 from torchdil.operator import Operator
 from torchdil.problem import Call
@@ -80,10 +80,10 @@ def structured_solver(
         return Bidiagonal(**settings, steps=steps, rows=rows, fast=fast)
 
     def local(y: Tensor, step: int) -> Operator:
-        here = slice(step, step + 1)
+        begin, h = sizes(args[1][..., step : step + 2], y)
 
         def block(u: Tensor) -> Tensor:
-            return statement.own(func, u.unflatten(1, (1, rows, -1)), args[1], here).flatten(1)
+            return statement.own(func, u.unflatten(1, (1, rows, -1)), begin, h).flatten(1)
 
         return Operator(block, statement.view(y)[:, step].flatten(1), False)
 

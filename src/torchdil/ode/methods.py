@@ -34,6 +34,7 @@ class Method:
         error_start: the weight of f(t_n, y_n) in it, where that is no stage.
         error_filter: γ, if the estimate is multiplied by (I - hγ ∂f/∂y)⁻¹ to be right for stiff equations.
         error_order: the power of h that the error estimate falls with, less one.
+        error_share: the part of the tolerance that a step may use: the errors of steps add up.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
@@ -65,6 +66,10 @@ class Method:
     @property
     def error_order(self) -> int:
         return self.order
+
+    @property
+    def error_share(self) -> float:
+        return 1.0
 
     @property
     def c(self) -> tuple[float, ...]:
@@ -182,6 +187,7 @@ class Kvaerno5(Method):
     )
     order = 5
     error_order = 4
+    error_share = 0.1
     error_weights = tuple(b - b_hat for b, b_hat in zip(A[-1], A[-2], strict=True))
 
 

@@ -22,7 +22,7 @@ from torchdil.ode.interpolant import Interpolant
 from torchdil.ode.trajectory import Trajectory
 from torchdil.ode.walk import Tolerances
 from torchdil.operator import Operator, Product
-from torchdil.problem import Call, Problem, Statement
+from torchdil.problem import Call, Problem
 from torchdil.solution import Report, Result, Stats, Status
 from torchdil.solve import Setting
 from torchdil.solvers.base import Solver
@@ -103,8 +103,8 @@ class Estimated(Trajectory):
 
     def size(self, operator: Operator, y: Tensor, start: Tensor | None) -> Tensor:
         # Newton's iteration leaves an error in y, and F of it is larger the stiffer the equation.
-        stiff = torch.finfo(y.dtype).eps ** 0.5 * Statement.size(self, operator, y, start)
-        return torch.maximum(super().size(operator, y, start), stiff)
+        stiff = torch.finfo(y.dtype).eps ** 0.5 * super().size(operator, y, start)
+        return torch.maximum(self.quick_size(y, start), stiff)
 
 
 class Apart(Estimated):
@@ -112,13 +112,8 @@ class Apart(Estimated):
 
     def residual(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
         before, begin, end = args
-        y = self.view(y)
-        rows, c = self.method.tensors(y)
-        h = (end - begin).to(y.dtype)
-        stages = y[:, :, : self.method.stages]
-        at = begin[..., None].to(y.dtype) + h[..., None] * c
-        slopes = self.field(call, at.flatten(-2), stages.flatten(1, 2)).unflatten(1, stages.shape[1:3])
-        return (y - before.unsqueeze(2) - h[..., None, None] * torch.matmul(rows, slopes)).flatten(1)
+        own = self.own(call, self.view(y), begin.to(y.dtype), (end - begin).to(y.dtype))
+        return (own - before.unsqueeze(2)).flatten(1)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from torchdil import batch
 from torchdil.batch import Layout
 from torchdil.ode.field import Field
 from torchdil.ode.methods import Method
-from torchdil.operator import Operator
 from torchdil.problem import Call, Problem, Statement
 
 
@@ -55,33 +54,35 @@ class Trajectory(Statement):
     def residual(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
         y0, times = args
         y = self.view(y)
-        return (self.own(call, y, times) - self.previous(y, self.state.ravel(y0)).unsqueeze(2)).flatten(1)
+        return (self.own(call, y, *sizes(times, y)) - self.previous(y, self.state.ravel(y0)).unsqueeze(2)).flatten(1)
 
-    def own(self, call: Call, y: Tensor, times: Tensor, at: slice = slice(None)) -> Tensor:
+    def own(self, call: Call, y: Tensor, begin: Tensor, h: Tensor) -> Tensor:
         """The part of the residual that depends on the unknowns of the same step: Y_i - h Σ_j a_ij f(t_n + c_j h, Y_j).
 
         Its Jacobian is made of the blocks D_n.
 
         Args:
-            y: the unknowns of the steps `at`, (B, S, m, D).
-            times: all grid points.
-            at: which steps; all.
+            y: the unknowns of S steps, (B, S, m, D).
+            begin: where they begin, (S,) or (B, S).
+            h: their sizes, likewise.
         """
         rows, c = self.method.tensors(y)
-        # Differences first: times may have more digits than y.
-        h = times.diff(dim=-1).to(y.dtype)[..., at]
         # The stages, without the row of the next state where that is one of its own.
         stages = y[:, :, : self.method.stages]
-        when = h if self.field.mode == "rows" else (times[..., :-1].to(y.dtype)[..., at, None] + h[..., None] * c).flatten(-2)
-        slopes = self.field(call, when, stages.flatten(1, 2)).unflatten(1, stages.shape[1:3])
+        at = h if self.field.mode == "rows" else (begin[..., None] + h[..., None] * c).flatten(-2)
+        slopes = self.field(call, at, stages.flatten(1, 2)).unflatten(1, stages.shape[1:3])
         change = slopes if self.method.rows == ((1.0,),) else torch.matmul(rows, slopes)
         return y - h[..., None, None] * change
 
-    def size(self, operator: Operator, y: Tensor, start: Tensor | None) -> Tensor:
-        """The natural size of F: that of y, or of its way from the start."""
+    def quick_size(self, y: Tensor, start: Tensor | None) -> Tensor:
         size = batch.norm(y)
         return size if start is None else torch.maximum(size, batch.norm(y - start))
 
     def first_size(self, problem: Problem, start: Tensor) -> Tensor:
-        """The same where a solve begins; no need to evaluate anything."""
         return batch.norm(start)
+
+
+def sizes(times: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the steps of a grid, (..., T + 1), begin and how long they are, (..., T) each, in the dtype of `like`."""
+    # Differences first: times may have more digits than y.
+    return times[..., :-1].to(like.dtype), times.diff(dim=-1).to(like.dtype)

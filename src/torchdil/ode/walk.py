@@ -71,7 +71,9 @@ class Tolerances:
 
     def scale(self, size: Tensor) -> Tensor:
         """The error that is worth 1 where |y| is `size`."""
-        return (self.atol + self.rtol * size).clamp_min(torch.finfo(size.dtype).tiny)
+        # A component that is 0 is measured by the rounding of the others where atol is 0, too.
+        least = self.rtol * torch.finfo(size.dtype).eps * size.amax(dim=-1, keepdim=True)
+        return torch.maximum(self.atol + self.rtol * size, least).clamp_min(torch.finfo(size.dtype).tiny ** 0.5)
 
 
 class Walk:
@@ -210,7 +212,7 @@ class Walk:
     def _error(self, at: Tensor, h: Tensor, G: Tensor, new: Tensor) -> Tensor:
         """The estimated error in units of the tolerance, (B,)."""
         y, solver, start = self._y, self._solver, self._method.error_start
-        scale = self._tolerances.scale(torch.maximum(y.abs(), new.abs()))
+        scale = self._method.error_share * self._tolerances.scale(torch.maximum(y.abs(), new.abs()))
 
         def estimate(slope: Tensor) -> Tensor:
             slopes = torch.cat((G, (h * slope).unsqueeze(1)), dim=1) if start else G

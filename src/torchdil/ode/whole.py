@@ -24,7 +24,7 @@ from torchdil import batch
 from torchdil.live import LiveTable
 from torchdil.ode.bidiagonal import WIDE, Bidiagonal, Factors, backward_substitution, forward_substitution, probes
 from torchdil.ode.compiled import Compiled
-from torchdil.ode.trajectory import Trajectory
+from torchdil.ode.trajectory import Trajectory, sizes
 from torchdil.problem import Problem
 from torchdil.solution import Result, Stats, Status
 from torchdil.solvers.base import Solver
@@ -84,6 +84,11 @@ class Linearised:
         return self._data[0].shape[0] * self._k**2 > _LARGE_NUMBERS
 
     @property
+    def stride(self) -> int:
+        """At which distance to take blocks where each stands for its neighbours."""
+        return min(_STRIDE, self._statement.steps)
+
+    @property
     def on_cpu(self) -> bool:
         """Whether the launch of an operation costs little."""
         return self._data[0].device.type == "cpu"
@@ -110,8 +115,8 @@ class Linearised:
     def again(self, y: Tensor, running: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One iteration with the inverses of an earlier one."""
         fast = Compiled(self._func, ("again", *self._key), lambda *inputs: self._again(*inputs))
-        new, sizes = fast(y, running, *self._data, inverse)
-        return new, sizes, inverse
+        new, largest = fast(y, running, *self._data, inverse)
+        return new, largest, inverse
 
     def solver(self, y: Tensor, transpose: bool) -> Callable[[Tensor], Tensor] | None:
         """rhs -> x with J x = rhs (or Jᵀ x = rhs) at y, not checked, rough for large blocks; None: f is not at hand alone."""
@@ -131,13 +136,18 @@ class Linearised:
         """What was remembered of f is out of date."""
         Compiled(self._func, self._key, self._again).forget()
 
+    def _own(self, y: Tensor, times: Tensor) -> Tensor:
+        return self._statement.own(self._func, self._statement.view(y), *sizes(times, y))
+
     def _blocks(self, y: Tensor, times: Tensor, at: slice) -> tuple[Tensor, Tensor]:
         """Of the steps `at` the part of F that is their own, (B, S, m, D), and its Jacobian, the blocks D_n, (B, S, k, k)."""
         some = self._statement.view(y)[:, at]
         flat = some.flatten(1)
 
+        begin, h = (a[..., at] for a in sizes(times, y))
+
         def part(u: Tensor) -> Tensor:
-            return self._statement.own(self._func, u.reshape(some.shape), times, at).flatten(1)
+            return self._statement.own(self._func, u.reshape(some.shape), begin, h).flatten(1)
 
         own, pull = torch.func.vjp(part, flat)  # type: ignore[misc]  # annotated with three results
         rows = torch.vmap(pull)(probes(flat, some.shape[1]))[0]
@@ -155,21 +165,20 @@ class Linearised:
             eye = torch.eye(self._k, dtype=y.dtype, device=y.device)
             D = eye + ratio[..., None] * (D - eye)
         y = y - forward_substitution(torch.linalg.inv_ex(D)[0], ratio * F, self._rows).flatten(1)
-        everyone, sizes = torch.ones_like(y[:, 0], dtype=torch.bool), []
+        everyone, found = torch.ones_like(y[:, 0], dtype=torch.bool), []
         for _ in range(count):
-            y, size, _ = self._refresh(1, y, everyone, state, times)
-            sizes.append(size)
-        return y, *sizes
+            y, largest, _ = self._refresh(1, y, everyone, state, times)
+            found.append(largest)
+        return y, *found
 
     def _refresh(self, stride: int, y: Tensor, running: Tensor, state: Tensor, times: Tensor) -> tuple[Tensor, ...]:
         own, D = self._blocks(y, times, slice(stride // 2, None, stride))
         inverse = torch.linalg.inv_ex(D)[0]
-        own = own if stride == 1 else self._statement.own(self._func, self._statement.view(y), times)
+        own = own if stride == 1 else self._own(y, times)
         return *self._corrected(own, y, running, state, inverse), inverse
 
     def _again(self, y: Tensor, running: Tensor, state: Tensor, times: Tensor, inverse: Tensor) -> tuple[Tensor, ...]:
-        own = self._statement.own(self._func, self._statement.view(y), times)
-        return self._corrected(own, y, running, state, inverse)
+        return self._corrected(self._own(y, times), y, running, state, inverse)
 
     def _corrected(self, own: Tensor, y: Tensor, running: Tensor, state: Tensor, inverse: Tensor) -> tuple[Tensor, ...]:
         F = (own - self._statement.previous(self._statement.view(y), state).unsqueeze(2)).flatten(2)
@@ -177,7 +186,7 @@ class Linearised:
         return batch.select(running, new, y), torch.stack((F.flatten(1), y)).abs().amax(dim=2)
 
     def _invert(self, y: Tensor, state: Tensor, times: Tensor) -> tuple[Tensor, ...]:
-        stride = min(2 * _STRIDE, self._statement.steps)
+        stride = min(2 * self.stride, self._statement.steps)
         return (torch.linalg.inv_ex(self._blocks(y, times, slice(stride // 2, None, stride))[1])[0],)
 
     def _solve(self, transpose: bool, y: Tensor, rhs: Tensor, state: Tensor, times: Tensor) -> tuple[Tensor, ...]:
@@ -230,20 +239,20 @@ class WholeTrajectory(Solver):
         history: list[np.ndarray[Any, Any]] = []
         inverse = y
         small = linearised.small
-        stride, fast = 1 if small or not linearised.even else _STRIDE, False
+        stride, fast = 1 if small or not linearised.even else linearised.stride, False
         ahead: list[Tensor] = []
         if small or stride > 1:
             y, *ahead = linearised.begin()
         with np.errstate(all="ignore"):
             for k in range(self.max_steps):
                 if k < len(ahead):
-                    sizes = ahead[k]
+                    largest = ahead[k]
                 elif fast:
-                    y, sizes, inverse = linearised.again(y, mask, inverse)
+                    y, largest, inverse = linearised.again(y, mask, inverse)
                 else:
                     stride = max(1, stride // 4) if k > 1 else stride
-                    y, sizes, inverse = linearised.refresh(y, mask, stride)
-                residual, size = sizes.cpu().numpy()
+                    y, largest, inverse = linearised.refresh(y, mask, stride)
+                residual, size = largest.cpu().numpy()
                 steps += running
                 ratio = residual / history[-1] if k else np.full_like(residual, np.inf)
                 # What the step just taken has left: r, c r, c² r with old blocks, and r, c r², ... with new ones.
@@ -256,7 +265,7 @@ class WholeTrajectory(Solver):
                 failed |= running & stuck & ~done
                 history.append(residual)
                 if table is not None:
-                    table.row(k + 1, torch.from_numpy(running), sizes[0])
+                    table.row(k + 1, torch.from_numpy(running), largest[0])
                 fast = stride > 1 and (k == 0 or bool((ratio[running] < _FAST).all()))
                 if k + 1 >= len(ahead) and (running & (done | stuck)).any():
                     running = running & ~done & ~stuck
