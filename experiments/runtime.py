@@ -28,7 +28,7 @@ from experiments.publish import publish
 
 HIDDEN = 30
 SLOW = 0.3  # seconds
-WARM_UP = 2
+WARM_UP, TRACED = 2, 12  # torchdil traces what came ten times with the same shapes
 # What may go wrong in a solver: torchdiffeq asserts, torchdil raises ConvergenceError, a RuntimeError.
 FAILURES = (AssertionError, RuntimeError, TimeoutError, ValueError)
 BACKWARD_EULER = ("default", "cg", "naive", "adjoint")
@@ -178,8 +178,8 @@ def run(config: Config, seed: int) -> dict[str, Any]:
 def _warm_up(config: Config, f: Dynamics, seed: int) -> None:
     """The first calls load what they need, and may compile."""
     y0, t, inputs = _problem(config, f, seed)
-    for method in METHODS.values():
-        for _ in range(WARM_UP):
+    for name, method in METHODS.items():
+        for _ in range(TRACED if name == "default" else WARM_UP):
             timed(config, f, method, y0, t, inputs)
 
 

@@ -112,7 +112,7 @@ def unrolled(func, y0, t, method):
             return Y - y - h * torch.einsum("ij,j...->i...", A, slopes(Y, now, h))
 
         Y = y.detach().expand(shape)
-        for _ in range(8):
+        for _ in range(6):
             # Without the history of y, which autograd would walk each time.
             plain = [x.detach() for x in (y, now, h)]
             J = torch.autograd.functional.jacobian(lambda Y, plain=plain: F(Y, *plain), Y.detach())
@@ -153,7 +153,8 @@ def test_gradcheck(method):
         return fixed(field(w.sin(), c), y0, t, method)
 
     inputs = [draw(1, 2), TIMES[:3].clone(), draw(2, 2, 2), torch.tensor(0.3, dtype=torch.float64)]
-    assert gradcheck(solve, [x.requires_grad_() for x in inputs])
+    # Every entry of the Jacobian for one method, random combinations of all entries for the others.
+    assert gradcheck(solve, [x.requires_grad_() for x in inputs], fast_mode=method != BackwardEuler())
 
 
 @each_method
@@ -162,7 +163,7 @@ def test_gradgradcheck(method):
         return fixed(field(w.sin(), c), y0, t, method)
 
     inputs = [draw(1, 2), TIMES[:3].clone(), draw(2, 2, 2), torch.tensor(0.3, dtype=torch.float64)]
-    assert gradgradcheck(solve, [x.requires_grad_() for x in inputs])
+    assert gradgradcheck(solve, [x.requires_grad_() for x in inputs], fast_mode=method != BackwardEuler())
 
 
 @pytest.mark.parametrize("timed", [True, False])
@@ -173,7 +174,7 @@ def test_gradcheck_of_batches(method, timed):
     def solve(y0, t, w):
         return fixed(lambda t, y: torch.tanh(y @ w) * (t if timed else 1), y0, t, method, batch_dims=1)
 
-    assert gradcheck(solve, [x.requires_grad_() for x in (draw(1, 3, 2), TIMES[:3].clone(), w)])
+    assert gradcheck(solve, [x.requires_grad_() for x in (draw(1, 3, 2), TIMES[:3].clone(), w)], fast_mode=True)
 
 
 @some_methods
@@ -181,7 +182,7 @@ def test_gradcheck_with_substeps_and_backwards(method):
     def solve(y0, t, w):
         return dil.odeint(field(w), y0, t, method=method, options={"substeps": 3})
 
-    assert gradcheck(solve, [x.requires_grad_() for x in (draw(1, 2), TIMES[:3].flip(0), draw(2, 2, 2))])
+    assert gradcheck(solve, [x.requires_grad_() for x in (draw(1, 2), TIMES[:3].flip(0), draw(2, 2, 2))], fast_mode=True)
 
 
 @some_methods
@@ -192,10 +193,10 @@ def test_gradcheck_of_structures(method):
         )
         return y["a"], y["b"]
 
-    assert gradcheck(solve, [x.requires_grad_() for x in (draw(1, 2), draw(2, 1, 2))])
+    assert gradcheck(solve, [x.requires_grad_() for x in (draw(1, 2), draw(2, 1, 2))], fast_mode=True)
 
 
-@pytest.mark.parametrize("steps", [3, 20])
+@pytest.mark.parametrize("steps", [3, 14])
 @each_method
 def test_equal_to_unrolled_newton_and_to_steps_composed(method, steps):
     """Module parameters, y0 and t; by the whole trajectory, by autograd through Newton, by one root a step."""
@@ -225,9 +226,10 @@ def test_against_differences(method):
     for p, g in zip(net.parameters(), grad(loss(), list(net.parameters())), strict=True):
         direction, step, values = draw(4, *p.shape), 1e-5, []
         with torch.no_grad():
-            for sign in (1, -2, 1):
+            for sign in (1, -2):
                 p.add_(direction, alpha=sign * step)
                 values.append(float(loss()))
+            p.add_(direction, alpha=step)
         assert float((g * direction).sum()) == pytest.approx((values[0] - values[1]) / (2 * step), rel=DIFFERENCES)
 
 
@@ -667,8 +669,8 @@ def test_a_number_that_switches_time_on(batch_dims):
     y0 = draw(1, 4, 2)
     for timed in (False, True, False, True):
         net.timed = timed
+        expected = unrolled(net, y0, TIMES, BackwardEuler())
         for _ in range(3):
-            expected = unrolled(net, y0, TIMES, BackwardEuler())
             close(fixed(net, y0, TIMES, batch_dims=batch_dims).detach(), expected.detach(), SOLVED)
 
 
@@ -695,11 +697,12 @@ def test_inputs_of_the_samples_that_are_set_between_calls(batch_dims, first):
     contexts = [None, draw(2, 4, 2), draw(3, 4, 2), None, draw(4, 4, 2)]
     for context in contexts if first == "without" else contexts[::-1]:
         net.context = context
+        expected = unrolled(net, y0, TIMES, BackwardEuler())
+        wanted = grad((expected**2).sum(), list(net.parameters()))
         for _ in range(3):
-            y, expected = fixed(net, y0, TIMES, batch_dims=batch_dims), unrolled(net, y0, TIMES, BackwardEuler())
+            y = fixed(net, y0, TIMES, batch_dims=batch_dims)
             close(y.detach(), expected.detach(), SOLVED)
-            found, wanted = (grad((u**2).sum(), list(net.parameters())) for u in (y, expected))
-            all_close(found, wanted, SOLVED)
+            all_close(grad((y**2).sum(), list(net.parameters())), wanted, SOLVED)
 
 
 @pytest.mark.parametrize("batch_dims", [0, 1])
@@ -819,14 +822,15 @@ def live_tensors():
 def test_memory_is_flat_over_training(timed):
     net = make_net(timed=timed)
     optimiser = torch.optim.SGD(net.parameters(), lr=0.01)
-    counts = []
-    for step in range(50):
+    counts = {}
+    for step in range(30):
         optimiser.zero_grad()
         (fixed(net, draw(step, 4, 2), TIMES, batch_dims=1) ** 2).mean().backward()
         optimiser.step()
-        if step in (9, 29, 49):
-            counts.append(live_tensors())
-    assert counts[0] == counts[1] == counts[2]
+        if step in (4, 9, 14, 29):
+            counts[step] = live_tensors()
+    assert counts[4] == counts[9]
+    assert counts[14] == counts[29]  # with the fast forms that were made at the eleventh call
 
 
 def test_memory_of_functions_made_anew_is_given_back():

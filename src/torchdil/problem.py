@@ -29,6 +29,7 @@ class Statement(ABC):
     argument: ClassVar[str]  # what the user's function is called in the signature
     symmetric: ClassVar[bool]
     has_objective: ClassVar[bool] = False
+    advice: ClassVar[str] = ""  # what to change where a solve gets stuck, if that is special
 
     def __init__(self, layout: Layout):
         self.layout = layout

@@ -110,6 +110,7 @@ class Stats:
         damping: ε of the backward solve.
         evidence: what the backward solve knows of the errors, worked out when asked for.
         verified: whether `residual` is the true one, by a product with J, and not a recurrence's.
+        advice: what to change if the solve got stuck; empty: what the status says.
     """
 
     method: str
@@ -124,6 +125,7 @@ class Stats:
     damping: float = 0.0
     evidence: Evidence | None = None
     verified: bool = False
+    advice: str = ""
 
 
 class Result(NamedTuple):
@@ -281,10 +283,12 @@ def _sentence(phase: str, outcome: Outcome, failed: Tensor) -> str:
     worst = worst_sample(stats, failed)
     status = Status(int(outcome.status.reshape(-1)[worst]))
     residual, tolerance = float(stats.residual.reshape(-1)[worst]), float(stats.tolerance.reshape(-1)[worst])
+    stuck = status in (Status.max_steps, Status.stagnated, Status.breakdown, Status.not_stationary)
+    advice = stats.advice if stuck and stats.advice else status.advice
     return (
         f"The {phase} solve ({stats.method}) failed for {int(failed.sum())} of {failed.numel()} samples; worst: "
         f"{status.name} after {int(stats.steps.reshape(-1)[worst])} steps ({status.message}), residual {residual:.2e}, "
-        f"tolerance {tolerance:.2e}. To mend it: {status.advice}."
+        f"tolerance {tolerance:.2e}. To mend it: {advice}."
     )
 
 

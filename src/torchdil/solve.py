@@ -272,7 +272,8 @@ class Setting:
             if size is None or not bool((residual <= rtol * size).all()):
                 size = self.statement.size(point.operator, y, start)
             tolerance = (rtol * size).clamp_min(atol)
-            stats = replace(result.stats, residual=residual, tolerance=tolerance, norm=batch.norm(y), products=self.calls)
+            stats = replace(result.stats, residual=residual, tolerance=tolerance, norm=batch.norm(y))
+            stats.products, stats.advice = self.calls + result.stats.products, self.statement.advice
             status, solved = result.status, residual <= tolerance
             if bool((solved & (status == Status.converged)).all()):  # then y is finite, too
                 return Result(y, status, stats)

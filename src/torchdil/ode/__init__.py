@@ -15,3 +15,4 @@ from torchdil.ode.neural import NeuralODE as NeuralODE
 from torchdil.ode.newton import SimplifiedNewton as SimplifiedNewton
 from torchdil.ode.odeint import odeint as odeint
 from torchdil.ode.odeint import solve as solve
+from torchdil.ode.whole import WholeTrajectory as WholeTrajectory

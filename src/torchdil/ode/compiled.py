@@ -117,19 +117,22 @@ class _CudaGraph:
 
     def __init__(self, traced: Any, inputs: tuple[Tensor, ...], captured: list[Tensor]):
         self._captured = captured  # the graph reads their memory
-        self._inputs = [t.clone() for t in inputs]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                traced(*self._inputs, *captured)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._outputs = traced(*self._inputs, *captured)
+        self._device = inputs[0].device
+        with torch.cuda.device(self._device):
+            self._inputs = [t.clone() for t in inputs]
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):  # libraries set themselves up in their first calls, which cannot be captured
+                    traced(*self._inputs, *captured)
+            torch.cuda.current_stream().wait_stream(stream)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._outputs = traced(*self._inputs, *captured)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        for place, t in zip(self._inputs, inputs, strict=True):
-            place.copy_(t)
-        self._graph.replay()
-        return tuple(t.clone() for t in self._outputs)
+        with torch.cuda.device(self._device):
+            for place, t in zip(self._inputs, inputs, strict=True):
+                place.copy_(t)
+            self._graph.replay()
+            return tuple(t.clone() for t in self._outputs)

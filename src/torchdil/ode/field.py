@@ -7,9 +7,10 @@ at (B, N) points, N times for each sample, in one call where that is possible:
 - "vmap": `torch.vmap` over the N times; y keeps its shape. Right for whatever `vmap` can do.
 - "loop": N calls, for functions that `vmap` cannot do, such as a branch on a value.
 - "samples": each sample has times of its own: `vmap` over the N·B points, batches of one sample each.
+- "still": likewise, but f does not look at t: `vmap` over N times; y keeps its shape.
 
 The first call finds out which, by a comparison with the plain function. In "rows" the time is one that cannot be looked at: a
-function that begins to use it later is found out (`TimeUsedError`).
+function that begins to use it later is found out (`TimeUsedError`); "still" does the same.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Field:
 
     Attributes:
         layout: the structure of y0.
-        mode: "rows", "vmap", "loop" or "samples", see above.
+        mode: "rows", "vmap", "loop", "samples" or "still", see above.
     """
 
     layout: Layout
@@ -69,6 +70,8 @@ class Field:
             return self._rows(call, y)
         if self.mode == "samples":
             return self._samples(call, t.expand(y.shape[:2]), y)
+        if self.mode == "still":
+            return self._still(call, y)
         if t.dim() > 1:
             t = t[0]
         return (self._vmap if self.mode == "vmap" else self._loop)(call, t, y)
@@ -87,6 +90,10 @@ class Field:
             return self.layout.ravel(call(t, self.layout.unravel(y)))
 
         return torch.vmap(one, in_dims=(0, 1), out_dims=1)(t, y)
+
+    def _still(self, call: Call, y: Tensor) -> Tensor:
+        time = _hidden(y.dtype, y.device)
+        return torch.vmap(lambda y: self.layout.ravel(call(time, self.layout.unravel(y))), in_dims=1, out_dims=1)(y)
 
     def _loop(self, call: Call, t: Tensor, y: Tensor) -> Tensor:
         layout = self.layout
@@ -133,7 +140,9 @@ def _checked(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool) -
         usable = agrees("vmap")
         if usable and layout.batch_shape and not isinstance(func, _SCRIPTED) and agrees("rows"):
             return "rows"
-        return mode if usable and agrees(mode) else "loop"
+        if usable and agrees(mode):
+            return mode
+        return "still" if usable and per_sample and agrees("still") else "loop"
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

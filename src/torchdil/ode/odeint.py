@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from torchdil.batch import map_tensors
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import eager
 from torchdil.ode.adaptive import Tolerances, adaptive
@@ -121,6 +123,10 @@ def solve(
         >>> print(solution.report)
     """
     settings = (method, gradient, solver, linear_solver, batch_dims, rtol, atol, options, on_failure)
+    if torch.is_inference_mode_enabled():  # solvers need gradients, which its tensors cannot have
+        with torch.inference_mode(False), torch.no_grad():
+            y0, t = map_tensors(lambda a: a.clone() if a.is_inference() else a, (y0, t))
+            return _solve(func, y0, t, *settings)
     known = memory(uncompiled(func))
     before = bool(known)
     try:

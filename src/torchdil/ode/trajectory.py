@@ -37,6 +37,7 @@ class Trajectory(Statement):
     """
 
     name, argument, symmetric = "ode", "func", False
+    advice = "take shorter steps (substeps or step_size in options), an adaptive method (with rtol), or float64"
 
     def __init__(self, method: Method, state: Layout, field: Field, steps: int):
         self.method, self.state, self.field, self.steps = method, state, field, steps
@@ -69,7 +70,7 @@ class Trajectory(Statement):
         rows, c = self.method.tensors(y)
         # The stages, without the row of the next state where that is one of its own.
         stages = y[:, :, : self.method.stages]
-        at = h if self.field.mode == "rows" else (begin[..., None] + h[..., None] * c).flatten(-2)
+        at = h if self.field.mode in ("rows", "still") else (begin[..., None] + h[..., None] * c).flatten(-2)
         slopes = self.field(call, at, stages.flatten(1, 2)).unflatten(1, stages.shape[1:3])
         change = slopes if self.method.rows == ((1.0,),) else torch.matmul(rows, slopes)
         return y - h[..., None, None] * change

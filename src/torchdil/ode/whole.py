@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.live import LiveTable
-from torchdil.ode.bidiagonal import WIDE, Bidiagonal, Factors, backward_substitution, forward_substitution, probes
+from torchdil.ode.bidiagonal import WIDE, Bidiagonal, Factors, backward_substitution, forward_substitution, inverted, probes
 from torchdil.ode.compiled import Compiled
 from torchdil.ode.trajectory import Trajectory, sizes
 from torchdil.problem import Problem
@@ -164,7 +164,7 @@ class Linearised:
         if self.small:
             eye = torch.eye(self._k, dtype=y.dtype, device=y.device)
             D = eye + ratio[..., None] * (D - eye)
-        y = y - forward_substitution(torch.linalg.inv_ex(D)[0], ratio * F, self._rows).flatten(1)
+        y = y - forward_substitution(inverted(D), ratio * F, self._rows).flatten(1)
         everyone, found = torch.ones_like(y[:, 0], dtype=torch.bool), []
         for _ in range(count):
             y, largest, _ = self._refresh(1, y, everyone, state, times)
@@ -173,7 +173,7 @@ class Linearised:
 
     def _refresh(self, stride: int, y: Tensor, running: Tensor, state: Tensor, times: Tensor) -> tuple[Tensor, ...]:
         own, D = self._blocks(y, times, slice(stride // 2, None, stride))
-        inverse = torch.linalg.inv_ex(D)[0]
+        inverse = inverted(D)
         own = own if stride == 1 else self._own(y, times)
         return *self._corrected(own, y, running, state, inverse), inverse
 
@@ -187,7 +187,7 @@ class Linearised:
 
     def _invert(self, y: Tensor, state: Tensor, times: Tensor) -> tuple[Tensor, ...]:
         stride = min(2 * self.stride, self._statement.steps)
-        return (torch.linalg.inv_ex(self._blocks(y, times, slice(stride // 2, None, stride))[1])[0],)
+        return (inverted(self._blocks(y, times, slice(stride // 2, None, stride))[1]),)
 
     def _solve(self, transpose: bool, y: Tensor, rhs: Tensor, state: Tensor, times: Tensor) -> tuple[Tensor, ...]:
         _, D = self._blocks(y, times, slice(None))
@@ -241,17 +241,22 @@ class WholeTrajectory(Solver):
         small = linearised.small
         stride, fast = 1 if small or not linearised.even else linearised.stride, False
         ahead: list[Tensor] = []
+        calls = 0
         if small or stride > 1:
             y, *ahead = linearised.begin()
+            calls = 1
         with np.errstate(all="ignore"):
             for k in range(self.max_steps):
                 if k < len(ahead):
                     largest = ahead[k]
+                    calls += 1
                 elif fast:
                     y, largest, inverse = linearised.again(y, mask, inverse)
+                    calls += 1
                 else:
                     stride = max(1, stride // 4) if k > 1 else stride
                     y, largest, inverse = linearised.refresh(y, mask, stride)
+                    calls += 1 if stride == 1 else 2
                 residual, size = largest.cpu().numpy()
                 steps += running
                 ratio = residual / history[-1] if k else np.full_like(residual, np.inf)
@@ -276,7 +281,7 @@ class WholeTrajectory(Solver):
             table.close(f"converged {int((~failed & ~running).sum())} of {len(y)}")
         lost = torch.from_numpy(failed | running).to(y.device) | ~batch.finite(y)
         told = [torch.from_numpy(r).to(y.device) for r in history]
-        stats = Stats("whole trajectory", torch.from_numpy(steps).to(y.device), told[-1], tolerance, history=told)
+        stats = Stats("whole trajectory", torch.from_numpy(steps).to(y.device), told[-1], tolerance, calls, told)
         return Result(y, torch.where(lost, int(Status.stagnated), int(Status.converged)), stats)
 
     def _newton(self, problem: Problem) -> Newton:
