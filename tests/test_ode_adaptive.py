@@ -33,10 +33,6 @@ class Stiff(NamedTuple):
     def torch(self, p: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
         return lambda t, y: torch.stack(self.f(y.unbind(-1), p), dim=-1)
 
-    def scipy(self, p: list[float], rtol: float, atol: float) -> Any:
-        span = (self.times[0], self.times[-1])
-        return solve_ivp(lambda t, y: np.array(self.f(y, p)), span, self.y0, "Radau", self.times, rtol=rtol, atol=atol)
-
 
 def robertson(y, p):
     a, b, c = y
@@ -76,10 +72,31 @@ PROBLEMS = {
 }
 
 
-@functools.cache
-def reference(name: str) -> np.ndarray:
-    problem = PROBLEMS[name]
-    return problem.scipy(problem.p, 1e-9, 1e-13).y.T
+# y at the times after the first: SciPy's Radau at rtol 1e-12, atol 1e-17; at 1e-11 and 1e-16 all digits are the same.
+EXACT = {
+    "Robertson": [
+        [8.4136992384e-01, 1.6233909380e-05, 1.5861384225e-01],
+        [1.0730042854e-01, 4.8001669726e-07, 8.9269909145e-01],
+    ],
+    "Van der Pol": [
+        [1.5967689511e00, -1.0303911878e-03],
+        [-1.9364435448e00, 7.0420886016e-04],
+    ],
+    "Oregonator": [
+        [2.7601542069e01, 9.9273258809e-01, 5.5005359320e00],
+        [1.0006886900e00, 1.4530195992e03, 4.1483684347e02],
+    ],
+    "HIRES": [
+        [
+            *[3.1651675705e-02, 6.4815495311e-03, 4.5834510647e-03, 8.9743232735e-02],
+            *[1.6245145375e-01, 6.8504389614e-01, 5.6467003419e-03, 5.3299658079e-05],
+        ],
+        [
+            *[7.3713125733e-04, 1.4424857263e-04, 5.8887297410e-05, 1.1756513433e-03],
+            *[2.3863561988e-03, 6.2389682527e-03, 2.8499983952e-03, 2.8500016048e-03],
+        ],
+    ],
+}
 
 
 def run(name: str, method: str, rtol: float, p: Tensor | None = None) -> dil.Solution:
@@ -89,14 +106,17 @@ def run(name: str, method: str, rtol: float, p: Tensor | None = None) -> dil.Sol
     return solve(problem.torch(p), y0, t, method=method, rtol=rtol, atol=1e-4 * rtol, batch_dims=1)
 
 
-@pytest.mark.parametrize("rtol", [1e-3, 1e-5])
-@pytest.mark.parametrize("method", ADAPTIVE)
+# TRBDF2, of order 2, would take thousands of steps at 1e-5.
+STIFF = [("radau5", 1e-3), ("radau5", 1e-5), ("kvaerno5", 1e-3), ("kvaerno5", 1e-5), ("trbdf2", 1e-3), ("trbdf2", 1e-4)]
+
+
+@pytest.mark.parametrize(("method", "rtol"), STIFF)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_stiff_problems_are_solved_to_the_tolerance(name, method, rtol):
     found = run(name, method, rtol)
     assert found.converged.all()
-    exact = reference(name)
-    error = np.abs(found.value[:, 0].numpy() - exact) / (1e-4 * rtol + rtol * np.abs(exact))
+    exact = np.array(EXACT[name])
+    error = np.abs(found.value[1:, 0].numpy() - exact) / (1e-4 * rtol + rtol * np.abs(exact))
     assert error.max() < WITHIN[method]
 
 
@@ -145,7 +165,7 @@ def at(*times: float) -> Tensor:
 
 @functools.cache
 def tight_swing(*times: float) -> Tensor:
-    return solve(swing, start(), at(*times), method="kvaerno5", rtol=1e-11, atol=1e-12, batch_dims=1).value
+    return solve(swing, start(), at(*times), method="kvaerno5", rtol=1e-9, atol=1e-10, batch_dims=1).value
 
 
 @pytest.mark.parametrize("method", ADAPTIVE)
@@ -175,8 +195,8 @@ def test_each_sample_has_times_of_its_own(method):
 
 @pytest.mark.parametrize("method", ADAPTIVE)
 def test_time_may_run_backwards(method):
-    back = solve(swing, start(), at(4, 1.5, 0), method=method, rtol=1e-6, atol=1e-8, batch_dims=1)
-    mirrored = solve(lambda t, y: -swing(4 - t, y), start(), at(0, 2.5, 4), method=method, rtol=1e-6, atol=1e-8, batch_dims=1)
+    back = solve(swing, start(), at(4, 1.5, 0), method=method, rtol=1e-5, atol=1e-7, batch_dims=1)
+    mirrored = solve(lambda t, y: -swing(4 - t, y), start(), at(0, 2.5, 4), method=method, rtol=1e-5, atol=1e-7, batch_dims=1)
     assert back.converged.all()
     assert (back.value - mirrored.value).abs().max() < 1e-9
 
@@ -207,7 +227,9 @@ def test_gradients_are_those_of_the_numbers_returned(method):
         return dil.odeint(func, y0, t, method=method, rtol=rtol, atol=rtol, batch_dims=1)
 
     tolerance = 1e-5 if method == "trbdf2" else 1e-7
-    assert torch.autograd.gradcheck(f, (rate, y0, t), eps=1e-4, atol=tolerance, rtol=tolerance)
+    # Every entry of the Jacobian for one method, random combinations of all entries for the others.
+    fast = method != "radau5"
+    assert torch.autograd.gradcheck(f, (rate, y0, t), eps=1e-4, atol=tolerance, rtol=tolerance, fast_mode=fast)
 
 
 def test_gradients_are_those_of_a_fixed_grid_of_the_same_steps():
@@ -274,16 +296,16 @@ def test_a_function_that_cannot_have_times_of_its_own_takes_common_steps():
 @pytest.mark.parametrize("method", ADAPTIVE)
 def test_every_jacobian_serves_where_it_can(method, jacobian):
     solver = SimplifiedNewton(jacobian=jacobian)
-    found = solve(swing, start(), at(0, 1.5), method=method, rtol=1e-6, atol=1e-8, batch_dims=1, solver=solver)
+    found = solve(swing, start(), at(0, 0.7), method=method, rtol=1e-6, atol=1e-8, batch_dims=1, solver=solver)
     assert found.converged.all()
-    assert (found.value - tight_swing(0, 1.5)).abs().max() < 1e-4
+    assert (found.value - tight_swing(0, 0.7)).abs().max() < 1e-4
 
 
 def test_float32_gets_what_it_has_digits_for():
-    t = torch.tensor([0.0, 1.5])
+    t = torch.tensor([0.0, 0.7])
     found = solve(swing, start().float(), t, method="kvaerno5", rtol=1e-12, atol=1e-7, batch_dims=1)
     assert found.converged.all() and found.value.dtype == torch.float32
-    assert (found.value - tight_swing(0, 1.5)).abs().max() < 1e-4
+    assert (found.value - tight_swing(0, 0.7)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("method", ADAPTIVE)

@@ -288,9 +288,10 @@ def test_the_adjoint_of_a_transient_is_found_by_adaptive_steps(method):
 
 
 def test_an_adaptive_way_back_that_takes_too_many_steps_is_reported():
-    rate, shift = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (1e4, 0.5))
+    rate, shift = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (1e2, 0.5))
     y0, t = torch.ones(1, dtype=torch.float64), torch.tensor([0.0, 1.0], dtype=torch.float64)
-    settings = {"method": "radau5", "gradient": "adjoint", "rtol": 1e-8, "atol": 1e-8, "options": {"max_steps": 60}}
+    # 36 steps forward, and some 600 back, where y grows by exp(100).
+    settings = {"method": "radau5", "gradient": "adjoint", "rtol": 1e-6, "atol": 1e-6, "options": {"max_steps": 150}}
     solution = solve(relaxing(rate, shift), y0, t, on_failure="raise", **settings)
     with pytest.raises(ConvergenceError, match=r"The backward solve .* max_steps"):
         solution.value[-1].sum().backward()

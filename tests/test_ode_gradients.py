@@ -633,9 +633,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize(
-    ("method", "timed"), [(BackwardEuler(), True), (BackwardEuler(), False), (Trapezoid(), True)], ids=repr
-)
+@pytest.mark.parametrize(("method", "timed"), [(BackwardEuler(), False), (Trapezoid(), True)], ids=repr)
 def test_changes_between_calls_are_seen(change, timed, method):
     net, y0 = make_net(timed=timed), draw(1, 4, 2)
     assert_fresh(net, y0, method)
@@ -699,7 +697,7 @@ def test_inputs_of_the_samples_that_are_set_between_calls(batch_dims, first):
         net.context = context
         expected = unrolled(net, y0, TIMES, BackwardEuler())
         wanted = grad((expected**2).sum(), list(net.parameters()))
-        for _ in range(3):
+        for _ in range(2):
             y = fixed(net, y0, TIMES, batch_dims=batch_dims)
             close(y.detach(), expected.detach(), SOLVED)
             all_close(grad((y**2).sum(), list(net.parameters())), wanted, SOLVED)
@@ -823,14 +821,14 @@ def test_memory_is_flat_over_training(timed):
     net = make_net(timed=timed)
     optimiser = torch.optim.SGD(net.parameters(), lr=0.01)
     counts = {}
-    for step in range(30):
+    for step in range(25):
         optimiser.zero_grad()
         (fixed(net, draw(step, 4, 2), TIMES, batch_dims=1) ** 2).mean().backward()
         optimiser.step()
-        if step in (4, 9, 14, 29):
+        if step in (4, 9, 14, 24):
             counts[step] = live_tensors()
     assert counts[4] == counts[9]
-    assert counts[14] == counts[29]  # with the fast forms that were made at the eleventh call
+    assert counts[14] == counts[24]  # with the fast forms that were made at the eleventh call
 
 
 def test_memory_of_functions_made_anew_is_given_back():

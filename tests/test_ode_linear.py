@@ -277,8 +277,20 @@ def test_numbers_that_are_not_finite_stay_in_their_sample(d, place, bad, transpo
     getattr(system, place)[1, 7] = bad
     found = system.direct().solve(system.operator(), system.rhs, transpose=transpose)
     assert found.status.tolist() == [Status.converged, Status.non_finite, Status.converged]
-    assert found.value[1].isnan().all()
     assert found.value[::2].equal(expected.value[::2])
+    assert found.stats.residual[::2].equal(expected.stats.residual[::2])
+
+
+@both_ways
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", ["y", "rhs"])
+def test_the_solution_of_a_sample_that_is_not_finite_is_none(place, bad, transpose):
+    system = System(rows=2, steps=5)
+    getattr(system, place)[1, 7] = bad
+    found = system.direct().solve(system.operator(), system.rhs, transpose=transpose)
+    assert found.value[1].isnan().all()  # as from `Dense`
+    dense = dil.Dense().solve(system.operator(), system.rhs, transpose=transpose)
+    assert dense.status.equal(found.status) and dense.value.isnan().equal(found.value.isnan())
 
 
 # --- Step after step ---

@@ -20,8 +20,7 @@ from torchdil.ode.fixed import structured_solver
 from torchdil.ode.methods import Method
 from torchdil.ode.newton import SimplifiedNewton
 from torchdil.ode.outputs import Estimated, accepted, outputs
-from torchdil.ode.walk import Tolerances as Tolerances
-from torchdil.ode.walk import Walk as Walk
+from torchdil.ode.walk import Tolerances, Walk
 from torchdil.problem import Problem
 from torchdil.solution import Report, Result
 from torchdil.solve import Setting
@@ -43,10 +42,7 @@ def adaptive(
         raise TypeError(f"solver must be a SimplifiedNewton or None with adaptive steps, got {solver!r}.")
     if transforms_active():
         raise RuntimeError("adaptive steps cannot be taken inside torch.func: give options step_size or substeps.")
-    evaluate = equation.field(per_sample=True)
-    common = evaluate.mode in ("loop", "vmap") and equation.layout.samples > 1
-    if common:
-        evaluate = equation.field()
+    evaluate, common = equation.field_for_each()
     with torch.no_grad(), no_tangents(), plain_saving(), full_precision(equation.start):
         walk = Walk(equation, method, evaluate, tolerances, options, solver or SimplifiedNewton(), common)
         walk.run()

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from torchdil.batch import Layout, map_tensors
 from torchdil.linear.base import LinearSolver
-from torchdil.ode.adaptive import Tolerances, Walk, adaptive
+from torchdil.ode.adaptive import adaptive
 from torchdil.ode.adjoint import Adjoint, Backward, Past, WayBack
 from torchdil.ode.boundary import boundary
 from torchdil.ode.equation import Equation, Options
-from torchdil.ode.field import Field
 from torchdil.ode.methods import Method
 from torchdil.ode.newton import SimplifiedNewton
 from torchdil.ode.outcomes import together
+from torchdil.ode.walk import Tolerances, Walk
 from torchdil.solution import Outcome, Report, Status
 
 
@@ -45,7 +45,7 @@ def adaptive_adjoint(
     with torch.no_grad():
         outputs = adaptive(still, method, options, tolerances, solver, linear_solver, on_failure, report)
     field = equation.field()
-    tensors = boundary(equation, field, times, outputs, 'gradient="adjoint"')
+    tensors = boundary(equation, field, method, times, outputs, 'gradient="adjoint"')
     assert report.forward is not None
     past = Past(equation, field, method, times, [], outputs, outputs, report.forward.status.reshape(-1))
     backward = _AdaptiveBackward(past, solver, linear_solver, on_failure, report, False, options, tolerances)
@@ -69,7 +69,7 @@ class _AdaptiveBackward(Backward):
             state = (layout.unravel(past.outputs[:, n]), layout.unravel(torch.where(lost[:, None], 0.0, a)))
             both = Layout.of(state, len(layout.batch_shape))
             equation = Equation(call, state, past.times[[n, n - 1]], both)
-            evaluate, common = _per_sample(equation)
+            evaluate, common = equation.field_for_each()
             with torch.no_grad():
                 newton = self.solver or SimplifiedNewton()
                 walk = Walk(equation, past.method, evaluate, self.tolerances, self.options, newton, common)
@@ -85,7 +85,7 @@ class _AdaptiveBackward(Backward):
             a = torch.where(lost[:, None], torch.nan, rows[:, -1, -1, d:])
         y, stages = torch.cat(points, dim=1).split([d, d], dim=2)
         at = torch.cat(times, dim=1)
-        evaluate, common = _per_sample(past.equation)
+        evaluate, common = past.equation.field_for_each()
         with torch.enable_grad():
             leaf = y.detach().requires_grad_()
             slopes = evaluate(past.equation.func, at[0] if common else at, leaf)
@@ -102,10 +102,3 @@ def _augmented(func: Callable[..., Any]) -> Callable[..., Any]:
         return slope, map_tensors(torch.neg, pull(a)[0])
 
     return call
-
-
-def _per_sample(equation: Equation) -> tuple[Field, bool]:
-    """f with times of their own for the samples; or, where it cannot, with the same for all, and True."""
-    evaluate = equation.field(per_sample=True)
-    common = evaluate.mode in ("loop", "vmap") and equation.layout.samples > 1
-    return (equation.field(), True) if common else (evaluate, False)

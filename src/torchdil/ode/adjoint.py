@@ -22,7 +22,7 @@ from torchdil.implicit import partial_derivatives
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import full_precision, no_tangents, observed_by, plain_saving
 from torchdil.ode.bidiagonal import Bidiagonal
-from torchdil.ode.boundary import boundary
+from torchdil.ode.boundary import boundary, check_complete
 from torchdil.ode.equation import Equation, Grid
 from torchdil.ode.field import Call, Field
 from torchdil.ode.fixed import fixed_grid, structured_solver
@@ -54,12 +54,12 @@ def adjoint_grid(
     """The states at the outputs, (B, T, D), with the continuous adjoint as their gradient."""
     times = grid.times.detach()
     ends = list(range(len(times) - 1)) if grid.ends is None else grid.ends
-    kept = Grid(times, None if stored else grid.ends)
     with torch.no_grad():
-        known = fixed_grid(equation, method, kept, solver, linear_solver, on_failure, report)
-    outputs = known[:, [0, *(end + 1 for end in ends)]] if stored else known
+        known = fixed_grid(equation, method, Grid(times, None), solver, linear_solver, on_failure, report)
+    outputs = known[:, [0, *(end + 1 for end in ends)]]
     field = equation.field()
-    tensors = boundary(equation, field, equation.t, outputs, 'gradient="adjoint"')
+    tensors = boundary(equation, field, method, times, known, 'gradient="adjoint"')
+    known = known if stored else outputs
     assert report.forward is not None
     past = Past(equation, field, method, times, ends, known, outputs, report.forward.status.reshape(-1))
     backward = Backward(past, solver, linear_solver, on_failure, report, stored)
@@ -161,6 +161,7 @@ class Backward:
         a = mask_failed(a.flatten(1), failed, policy).view_as(a)
         stages, end = a[:, :-1], a[:, -1]
         weights = -way.lengths.unsqueeze(-1) * stages
+        check_complete(way.slopes, way.leaf, tensors, 'gradient="adjoint"')
         grads = partial_derivatives(way.slopes, weights, tensors, way.leaf, create_graph=False) if tensors else ()
         if t is None:
             return end + v[:, 0], None, *grads

@@ -80,7 +80,7 @@ class Bidiagonal(LinearSolver):
         solved = (residual <= tolerance) & batch.finite(x)
         status = torch.where(solved, int(Status.converged), int(Status.breakdown))
         status = torch.where(whole, status, int(Status.non_finite))
-        x = torch.where(solved[:, None], x, torch.where(whole[:, None], 0.0, torch.nan))
+        x = x.masked_fill(~solved[:, None], 0.0).masked_fill(~whole[:, None], torch.nan)
         evidence = Propagated(factors.solve, r, x, transpose, operator.watched)
         return Result(x, status, self._stats(rhs, residual, tolerance, operator.products - before, evidence))
 

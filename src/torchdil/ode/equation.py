@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from torchdil.arguments import check_output, check_unknown
 from torchdil.batch import Layout
-from torchdil.modes import observed_by
+from torchdil.modes import observed_by, plain_saving, transforms_active
 from torchdil.ode.compiled import memory
 from torchdil.ode.field import Field, field_of
 from torchdil.solve import uncompiled
@@ -28,7 +28,7 @@ class Options:
     Attributes:
         step_size: the longest step of a fixed grid; each interval between outputs is cut into equal steps.
         substeps: or the number of steps in each interval.
-        max_steps: the most steps of an adaptive method, for each sample.
+        max_steps: the most steps of an adaptive method, rejected ones included.
         first_step: the size of the first adaptive step; None: chosen from f and its slope at y0.
         checkpoint: True: keep √T states only and compute the others again in the backward pass; or the number of pieces.
         adjoint: "reverse" integrates y backwards beside its adjoint, "stored" takes y from the forward pass.
@@ -105,7 +105,7 @@ class Equation:
         known = memory(func)
         if key not in known:  # the call of a check takes as long as a part of the solve
             _check_signature(func)
-            with observed_by(None):
+            with observed_by(None), plain_saving():
                 check_output(lambda y: func(t.detach()[0].to(first.dtype), y), "func", y0, ())
             known[key] = True
         return Equation(func, y0, t, layout)
@@ -113,6 +113,12 @@ class Equation:
     def field(self, per_sample: bool = False) -> Field:
         """How to evaluate f at many points; `per_sample`: with times of its own for each sample."""
         return field_of(self.func, self.t, self.y0, self.layout, per_sample)
+
+    def field_for_each(self) -> tuple[Field, bool]:
+        """f with times of their own for the samples; or, where it cannot, with the same for all, and True."""
+        field = self.field(per_sample=True)
+        common = field.mode in ("loop", "vmap") and self.layout.samples > 1
+        return (self.field(), True) if common else (field, False)
 
     @property
     def start(self) -> Tensor:
@@ -143,6 +149,8 @@ def _times(t: Any, first: Tensor) -> Tensor:
         raise TypeError(f"t must have a floating dtype, got {t.dtype}.")
     if t.device != first.device:
         raise ValueError(f"t must be on the device of y0, {first.device}, got {t.device}.")
+    if transforms_active():  # their values may not be at hand
+        return t
     values = t.detach().tolist()
     pairs = list(pairwise(values))
     monotone = all(a < b for a, b in pairs) or all(a > b for a, b in pairs)  # never with NaN
@@ -176,6 +184,7 @@ class Grid:
             counts = [options.substeps or 1] * (len(t) - 1)
         if max(counts) == 1:
             return Grid(t, None)
+        t = t.double()  # steps may be shorter than the digits of float32 tell
         parts = [t[:1]]
         for n, count in enumerate(counts):
             parts.append(torch.lerp(t[n], t[n + 1], torch.arange(1, count + 1, dtype=t.dtype, device=t.device) / count))

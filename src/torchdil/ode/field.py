@@ -49,7 +49,8 @@ class _Hidden(Tensor):
 @functools.cache
 def _hidden(dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
-        return torch.zeros((), dtype=dtype, device=device).as_subclass(_Hidden)
+        # No number: where it is looked at unseen, by a scripted function for example, the result shows it.
+        return torch.full((), torch.nan, dtype=dtype, device=device).as_subclass(_Hidden)
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,10 @@ def field_of(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool = 
 def _checked(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool) -> str:
     with torch.no_grad(), no_tangents():
         y = layout.ravel(y0).detach()
-        # Two different points: a field that mixes them up is found out.
-        points = torch.stack((y, y + 0.1 * y.abs().clamp_min(1e-3)), dim=1)
-        times = torch.stack((t[0], t[1])).detach().to(y.dtype)
+        # Different points: a field that mixes them up is found out. Times far apart: so is one that has lost them.
+        away = 0.1 * y.abs().clamp_min(1e-3)
+        points = torch.stack((y, y + away, y - away), dim=1)
+        times = t.detach()[[0, len(t) // 2, -1]].to(y.dtype)
         expected = Field(layout, "loop")(func, times, points)
 
         def agrees(mode: str) -> bool:

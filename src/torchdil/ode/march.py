@@ -1,8 +1,8 @@
 """A trajectory on a fixed grid, step by step.
 
 Each step is the problem F_i = Y_i - y_n - h Σ_j a_ij f(t_n + c_j h, Y_j) = 0 for the rows of the method; it is solved for all
-samples at once by `SimplifiedNewton`, or by any solver of the core. A step that fails is tried again by damped Newton, from y_n
-and from where 2, 4 and 8 shorter steps lead; a sample whose step fails for good stays where it is, and says so.
+samples at once by `SimplifiedNewton`, or by any solver of the core. A step that fails is tried again by Newton with damping,
+without, and from where shorter steps lead; a sample whose step fails for good stays where it is, and says so.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
+from torchdil.linear import Auto
 from torchdil.ode.bidiagonal import Bidiagonal
-from torchdil.ode.newton import SimplifiedNewton, StepSolver
+from torchdil.ode.newton import SimplifiedNewton
+from torchdil.ode.step import StepSolver
 from torchdil.ode.trajectory import Trajectory
 from torchdil.problem import Call, Problem
 from torchdil.solution import Result, Stats, Status
@@ -25,7 +27,9 @@ from torchdil.solvers.newton import Newton
 
 # How far below what is asked of the whole trajectory a step goes.
 _SHARE = 0.1
-_PIECES = (1, 2, 4, 8)
+_PIECES = (1, 2, 4, 8, 32)
+# Iterations of Newton's method without damping.
+_ASTRAY = 100
 # The size of the states, which the tolerance is relative to, is looked at every so many steps.
 _RESIZE = 8
 
@@ -110,7 +114,10 @@ class _March:
         self.alive, self.all_alive = torch.ones_like(self.status, dtype=torch.bool), True
         self.share = _SHARE * marching.accuracy(dtype)
         self.floor = marching.atol
-        self.size = batch.norm(y)
+        first = statement.field(call, self.at[..., 0, :1], y.unsqueeze(1)).squeeze(1)
+        first = self.h[..., :1] * first if statement.steps else torch.zeros_like(y)
+        # How large each component is, (B, D): what F has to be small against.
+        self.weight = torch.maximum(y.abs(), first.abs()).nan_to_num(posinf=0.0).detach()
         self.rescued = False
         self.increments = torch.zeros_like(y.repeat(1, len(method.rows)))
         what = self.inner if isinstance(self.inner, (Solver, SimplifiedNewton)) else None
@@ -130,8 +137,8 @@ class _March:
         m = len(self.method.rows)
         for n in range(self.statement.steps):
             if n % _RESIZE == 0:
-                self.size = torch.maximum(self.size, batch.norm(self.y))
-                tolerance = (self.share * m**0.5 * self.size).clamp_min(self.floor)
+                self.weight = torch.maximum(self.weight, self.y.detach().abs())
+                tolerance = (self.share * m**0.5 * batch.norm(self.weight)).clamp_min(self.floor)
             found, residual = step(n, tolerance)
             if not self.all_alive:
                 # Steps of nothing: a sample that has failed stays where it was.
@@ -161,13 +168,19 @@ class _March:
 
         def step(n: int, tolerance: Tensor) -> tuple[Tensor, Tensor]:
             alive = None if self.all_alive else self.alive
+            if n % _RESIZE == 0:
+                largest = self.weight.amax(dim=1, keepdim=True)
+                # A component that is small beside the others is worth half their digits at least: it may be made of them.
+                least = torch.finfo(largest.dtype).eps ** 0.5 * largest
+                solver.weight = torch.maximum(self.weight, least).clamp_min(torch.finfo(largest.dtype).tiny)
+            relative = torch.full_like(tolerance, self.share)
             if self.shared:
-                G = solver.advance(sizes[n], self.at[n], self.y, tolerance, alive, slope[0])
+                G = solver.advance(sizes[n], self.at[n], self.y, relative, alive, slope[0])
             else:
                 h = self.h[:, n : n + 1]
                 solver.refresh(self.at[:, n, :1], self.y)
                 solver.factorise(h)
-                G = solver.solve(h, self.at[:, n], self.y, tolerance, alive)
+                G = solver.solve(h, self.at[:, n], self.y, relative, alive)
             found = solver.rows
             if explicit:
                 finite = batch.finite(found.flatten(1)) if n % 10 == 9 or n == self.statement.steps - 1 else None
@@ -219,6 +232,10 @@ class _March:
         status = torch.full_like(self.status, int(Status.max_steps))
         for pieces in _PIECES if damped else ():
             self.rescued = True
+            if pieces == 2:  # before the search gets long
+                found, failed = self._wander(n, tolerance, failed, found)
+                if not bool(failed.any()):
+                    return found
             way = [self.y]
             if pieces > 1:
                 cuts = torch.lerp(begin, end, torch.linspace(0, 1, pieces + 1, dtype=begin.dtype, device=begin.device))
@@ -239,6 +256,28 @@ class _March:
                 return found
         self.fail(failed, torch.where(batch.finite(found.flatten(1)), status, int(Status.non_finite)))
         return found
+
+    def _wander(self, n: int, tolerance: Tensor, failed: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of step n and who has still failed, by Newton's method without damping: where ‖F‖ has a minimum that is no
+        root, as where a step leads from one branch of a slow manifold to another, it goes astray and often finds the root.
+        """
+        m = len(self.method.rows)
+        problem = self.problem(self.y, self.times[..., n : n + 2])
+        linear = Auto()
+        with torch.no_grad():
+            for start in (self.y.repeat(1, m), self.y.repeat(1, m) - problem.evaluate(self.y.repeat(1, m))):
+                Y, running = start, failed
+                for _ in range(_ASTRAY):
+                    F = problem.evaluate(Y)
+                    self.steps = self.steps + running
+                    running = running & ~(batch.norm(F) <= tolerance) & batch.finite(F)
+                    if not bool(running.any()):
+                        break
+                    Y = batch.select(running, Y - linear.solve(problem.operator(Y), F).value, Y)
+                solved = failed & (batch.norm(problem.evaluate(Y)) <= tolerance)
+                found = torch.where(solved[:, None, None], Y.unflatten(1, (m, -1)), found)
+                failed = failed & ~solved
+        return found, failed
 
     def _damped(self, y: Tensor, times: Tensor, start: Tensor, tolerance: Tensor, who: Tensor) -> Result:
         return Newton(max_steps=50).solve(self.problem(y, times), start, torch.where(who, tolerance, torch.inf))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from torchdil.batch import map_tensors
 from torchdil.linear.base import LinearSolver
-from torchdil.modes import eager
-from torchdil.ode.adaptive import Tolerances, adaptive
+from torchdil.modes import eager, full_precision
+from torchdil.ode.adaptive import adaptive
 from torchdil.ode.adaptive_adjoint import adaptive_adjoint
 from torchdil.ode.adjoint import adjoint_grid
 from torchdil.ode.backprop import unrolled_grid
@@ -20,6 +21,7 @@ from torchdil.ode.equation import Equation, Grid, Options
 from torchdil.ode.fixed import fixed_grid
 from torchdil.ode.methods import Kvaerno5, Method, method_of
 from torchdil.ode.recompute import recomputed
+from torchdil.ode.walk import Tolerances
 from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, check_policy
 from torchdil.solve import uncompiled
 from torchdil.solvers.base import Solver
@@ -130,14 +132,14 @@ def solve(
     known = memory(uncompiled(func))
     before = bool(known)
     try:
-        return _solve(func, y0, t, *settings)
-    except ConvergenceError:
-        raise
-    except Exception:
-        if not before:
+        with full_precision(t) if isinstance(t, Tensor) else nullcontext():
+            return _solve(func, y0, t, *settings)
+    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
+        if not before or isinstance(error, ConvergenceError):
             raise
         known.clear()  # what is remembered of func may be out of date: it uses t now, or inputs of another shape
-        return _solve(func, y0, t, *settings)
+        with full_precision(t):
+            return _solve(func, y0, t, *settings)
 
 
 def _solve(

@@ -71,7 +71,9 @@ def outputs(
     before = torch.gather(before, 1, step.unsqueeze(2).expand(-1, -1, d))
     before = torch.where(beyond.unsqueeze(2), states[:, columns], before)
     begin = torch.gather(grid, 1, step)
-    end = torch.where(beyond, begin, wanted[columns])
+    end = wanted[columns].expand_as(begin)
+    if times.dim() > 1:
+        end = torch.where(beyond, begin, end)
     with torch.no_grad():
         taken = torch.gather(rows, 1, step[:, :, None, None].expand(-1, -1, m, d))
         part = batch.divide(end - begin, torch.gather(grid, 1, step + 1) - begin).to(rows.dtype)
@@ -85,7 +87,12 @@ def outputs(
     setting = Setting(apart, equation.func, newton, backward, on_failure, inner)
     args = (before, begin[0], end[0]) if times.dim() == 1 else (before, begin, end)
     found = apart.view(setting.attached(start.reshape(*equation.layout.batch_shape, -1), args))[:, :, -1]
+    if times.dim() == 1:  # one grid for all: a sample that has failed takes the steps of the others
+        found = torch.where(beyond.unsqueeze(2), before, found)
     assert inner.forward is not None and report.forward is not None
+    if on_failure == "zero":  # of what failed before this
+        failed = (report.forward.status != Status.converged).reshape(-1, 1, 1)
+        found = torch.where(failed, found.detach(), found)
     status = torch.where(report.forward.status == Status.converged, inner.forward.status, report.forward.status)
     report.forward.stats.products += inner.forward.stats.products
     report.forward = report.forward._replace(status=status)

@@ -42,30 +42,32 @@ def recomputed(
     trajectory = _Trajectory(equation, method, solver, linear_solver, on_failure, report)
     cuts = _cut(grid, math.isqrt(steps - 1) + 1 if pieces is True else min(int(pieces), steps))
     outcome, solved, y = None, [], equation.start.detach()
+    evaluate = equation.field()
+    tensors: dict[int, Tensor] = {}
     lost = torch.zeros(len(y), dtype=torch.bool, device=y.device)
     for piece in cuts:
         inner = Report(equation.layout.batch_shape)
         with torch.no_grad():
             # Those policies that speak do so once, below.
-            states = trajectory.solve(piece, y, grid.times.detach()[piece.first : piece.last + 1], "ignore", inner)
+            times = grid.times.detach()[piece.first : piece.last + 1]
+            states = trajectory.solve(replace(piece, ends=list(range(len(times) - 1))), y, times, "ignore", inner)
         assert inner.forward is not None
         outcome = together([inner.forward] if outcome is None else [outcome, inner.forward])
         lost = lost | ~batch.finite(states.flatten(1))
         # A lost sample stays at its last good state: the pieces to come need numbers to work with.
         states = torch.where(lost[:, None, None], y.unsqueeze(1), states)
-        solved.append(states)
+        points = torch.cat((y.unsqueeze(1), states), dim=1)
+        tensors |= {id(a): a for a in boundary(equation, evaluate, method, times, points, 'options["checkpoint"]')}
+        solved.append(states[:, piece.ends])
         y = states[:, -1]
     assert outcome is not None
     report.forward = outcome
     trajectory.failed = handle_failure("forward", report.forward, on_failure, report).reshape(-1)
     trajectory.lost = lost
-    points = torch.stack([equation.start.detach(), *(states[:, -1] for states in solved)], dim=1)
-    times = grid.times.detach()[[0, *(piece.last for piece in cuts)]]
-    tensors = boundary(equation, equation.field(), times, points, 'options["checkpoint"]')
     found, y = [equation.start.unsqueeze(1)], equation.start
     for piece in cuts:
         times = grid.times[piece.first : piece.last + 1]
-        states = _Recomputed.apply(trajectory, piece, solved.pop(0), y, times, *tensors)
+        states = _Recomputed.apply(trajectory, piece, solved.pop(0), y, times, *tensors.values())
         found.append(states[:, : piece.outputs])
         y = states[:, -1]
     return torch.where(lost[:, None, None], torch.nan, torch.cat(found, dim=1))

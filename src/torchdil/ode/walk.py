@@ -19,7 +19,8 @@ from torchdil.ode.equation import Equation, Options
 from torchdil.ode.field import Field
 from torchdil.ode.interpolant import Interpolant
 from torchdil.ode.methods import Method
-from torchdil.ode.newton import SimplifiedNewton, StepSolver
+from torchdil.ode.newton import SimplifiedNewton
+from torchdil.ode.step import StepSolver
 from torchdil.solution import Result, Stats, Status
 
 _RTOL, _ATOL = 1e-3, 1e-6
@@ -166,7 +167,7 @@ class Walk:
         G = solver.solve(h, at, y, self._newton_tolerance, running, first, start=self._guess(size), scale=scale)
         rows = solver.rows
         new = rows[:, -1]
-        error = self._error(at[..., :1], h, G, new)
+        error = self._error(self._at(t[:, None]), h, G, new)
         bad = running & ~(solver.ok & batch.finite(new) & torch.isfinite(error))
         culprits = bad | (running & ~(error < 1))
         if self._common:
@@ -252,6 +253,8 @@ class Walk:
     def _first_step(self) -> Tensor:
         """The size of the first step by the rule of Hairer, Nørsett & Wanner (1993), section II.4, (B,)."""
         if self._options.first_step is not None:
+            if self._options.first_step * self._sign < 0:
+                raise ValueError(f"first_step must have the sign of the way, got {self._options.first_step!r}.")
             return torch.full_like(self._t, abs(self._options.first_step))
         y, slope = self._y, self._slope
         scale = self._tolerances.scale(y.abs())

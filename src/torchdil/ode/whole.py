@@ -5,7 +5,7 @@ Each iteration evaluates f at every step, stage and sample in one batched call a
 
 J need not be exact for that, as long as F is: on an even grid its blocks change slowly from step to step, so they are taken at
 every q-th step and used for its neighbours: at y0 for the start, the trajectory of the linearised equation; then, for small
-problems, at every step (Newton's method), for larger ones at a few, and again while the residual keeps falling fast.
+problems, at every step (Newton's method), for larger ones at a few, each time for several iterations.
 
 The iteration may not contract where the dynamics are stiff, chaotic or long: then the trajectory is found step by step.
 """
@@ -37,7 +37,11 @@ _STRIDE = 8
 _LARGE_NUMBERS = 2**13
 # Iterations that a small problem needs at least: they are taken together. A test of convergence costs more on a GPU.
 _FIRST, _FIRST_ON_GPU = 2, 3
-# Old blocks are used again while the residual falls by this factor an iteration.
+# Iterations of each step where nobody looks.
+_EACH = 5
+# Blocks of a few steps serve so many iterations.
+_AGAIN = 4
+# A residual that falls by this factor an iteration is about to be small.
 _FAST = 0.2
 # A solve whose residual has not halved in three iterations is given up.
 _PATIENCE = 3
@@ -63,13 +67,7 @@ class Linearised:
         self._data = y0.detach(), times.detach()
         self._rows = len(statement.method.rows)
         self._k = self._rows * statement.state.size
-        self._key = (
-            statement.method,
-            statement.steps,
-            statement.field.mode,
-            statement.state.batch_shape,
-            statement.state.shapes,
-        )
+        self._key = (statement.method, statement.steps, statement.field.mode, statement.state)
 
     @property
     def small(self) -> bool:
@@ -101,13 +99,13 @@ class Linearised:
 
     def begin(self) -> tuple[Tensor, ...]:
         """The trajectory of the equation linearised at y0, Newton's first iterate if all states were y0 before; where blocks
-        are cheap, a few more iterates behind it, in one call: y, (B, n), and the largest |F| and |y| before each, (2, B).
+        are cheap, a few more iterates behind it, in one call: y, (B, n), and how large F was before each, (2, B).
         """
         count = (_FIRST if self.on_cpu else _FIRST_ON_GPU) if self.small else 0
         return Compiled(self._func, ("begin", *self._key), lambda *inputs: self._begin(count, *inputs))(*self._data)
 
     def refresh(self, y: Tensor, running: Tensor, stride: int) -> tuple[Tensor, ...]:
-        """One iteration with new blocks: the next y (B, n), the largest |F| and |y| of each sample before it (2, B), and the
+        """One iteration with new blocks: the next y (B, n), how large F was before it (2, B), see `_measured`, and the
         inverses of the blocks."""
         fast = Compiled(self._func, ("refresh", stride, *self._key), lambda *inputs: self._refresh(stride, *inputs))
         return fast(y, running, *self._data)
@@ -117,6 +115,18 @@ class Linearised:
         fast = Compiled(self._func, ("again", *self._key), lambda *inputs: self._again(*inputs))
         new, largest = fast(y, running, *self._data, inverse)
         return new, largest, inverse
+
+    def march(self) -> tuple[Tensor, Tensor]:
+        """The trajectory step by step, each by a few iterations of Newton's method, without a look at the numbers in between:
+        y, (B, n), and how large F is, (2, B).
+        """
+        fast = Compiled(self._func, ("step", *self._key), lambda *inputs: self._step(*inputs))
+        state, times = self._data
+        found: list[Tensor] = []
+        for n in range(self._statement.steps):
+            found.append(fast(state if n == 0 else found[-1][:, -state.shape[1] :], times[n : n + 2])[0])
+        y = torch.cat(found, dim=1)
+        return y, self.refresh(y, torch.zeros_like(y[:, 0], dtype=torch.bool), 1)[1]
 
     def solver(self, y: Tensor, transpose: bool) -> Callable[[Tensor], Tensor] | None:
         """rhs -> x with J x = rhs (or Jᵀ x = rhs) at y, not checked, rough for large blocks; None: f is not at hand alone."""
@@ -141,10 +151,12 @@ class Linearised:
 
     def _blocks(self, y: Tensor, times: Tensor, at: slice) -> tuple[Tensor, Tensor]:
         """Of the steps `at` the part of F that is their own, (B, S, m, D), and its Jacobian, the blocks D_n, (B, S, k, k)."""
-        some = self._statement.view(y)[:, at]
-        flat = some.flatten(1)
-
         begin, h = (a[..., at] for a in sizes(times, y))
+        return self._block(self._statement.view(y)[:, at], begin, h)
+
+    def _block(self, some: Tensor, begin: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for S steps with the unknowns `some`, (B, S, m, D), that begin at `begin` and are of size h."""
+        flat = some.flatten(1)
 
         def part(u: Tensor) -> Tensor:
             return self._statement.own(self._func, u.reshape(some.shape), begin, h).flatten(1)
@@ -183,7 +195,24 @@ class Linearised:
     def _corrected(self, own: Tensor, y: Tensor, running: Tensor, state: Tensor, inverse: Tensor) -> tuple[Tensor, ...]:
         F = (own - self._statement.previous(self._statement.view(y), state).unsqueeze(2)).flatten(2)
         new = y - forward_substitution(inverse, F, self._rows).flatten(1)
-        return batch.select(running, new, y), torch.stack((F.flatten(1), y)).abs().amax(dim=2)
+        return batch.select(running, new, y), self._measured(F, y)
+
+    def _measured(self, F: Tensor, y: Tensor) -> Tensor:
+        """The largest |F| of each sample against the largest |y|, (2, B): of the same component, and of all."""
+        d = self._statement.state.size
+        F, y = (a.reshape(len(y), -1, d).abs().amax(dim=1) for a in (F, y))
+        largest = y.amax(dim=1, keepdim=True).clamp_min(torch.finfo(y.dtype).tiny)
+        # A component that is small beside the others is worth half their digits at least: it may be made of them.
+        own = torch.maximum(y, torch.finfo(y.dtype).eps ** 0.5 * largest)
+        return torch.stack(((F / own).amax(dim=1), (F / largest).amax(dim=1)))
+
+    def _step(self, y: Tensor, times: Tensor) -> tuple[Tensor, ...]:
+        Y = y.repeat(1, self._rows).unflatten(1, (1, self._rows, -1))
+        for _ in range(_EACH):
+            own, D = self._block(Y, *sizes(times, y))
+            F = (own - y[:, None, None]).flatten(2)
+            Y = Y - (inverted(D) @ F.unsqueeze(3)).reshape(Y.shape)
+        return (Y.flatten(1),)
 
     def _invert(self, y: Tensor, state: Tensor, times: Tensor) -> tuple[Tensor, ...]:
         stride = min(2 * self.stride, self._statement.steps)
@@ -213,6 +242,9 @@ class WholeTrajectory(Solver):
             with torch.no_grad():
                 result = self._iterate(self.linearised, y0, tolerance, self.table(problem, len(y0)))
         failed = result.status != Status.converged
+        if self.linearised is not None and not self.linearised.on_cpu and self.linearised.small and bool(failed.any()):
+            result = self._march(self.linearised, result, failed)
+            failed = result.status != Status.converged
         if self.fallback is None or problem.bound is None or not bool(failed.any()):
             return result
         value, status, stats = self.fallback.solve(problem, y0, tolerance)
@@ -220,14 +252,23 @@ class WholeTrajectory(Solver):
         stats.steps = result.stats.steps + torch.where(failed, stats.steps, 0)
         return Result(batch.select(failed, value, result.value), torch.where(failed, status, result.status), stats)
 
+    def _march(self, linearised: Linearised, result: Result, failed: Tensor) -> Result:
+        """The result with those of the failed samples that a march without tests can solve, which a GPU is fast at."""
+        with torch.no_grad():
+            y, measured = linearised.march()
+        solved = failed & (measured[1] <= _ACCEPTABLE * self.accuracy(y.dtype))
+        result.stats.method = "whole trajectory, then step by step"
+        status = torch.where(solved, int(Status.converged), result.status)
+        return Result(batch.select(solved, y, result.value), status, result.stats)
+
     def resume(self, problem: Problem, y: Tensor, tolerance: Tensor) -> Result:
-        far = 10 * self._enough(y.dtype) * y.abs().amax(dim=1)
+        far = _ACCEPTABLE * self.accuracy(y.dtype) * y.abs().amax(dim=1)
         if self.linearised is not None and bool((problem.evaluate(y).abs().amax(dim=1) > far).any()):
             self.linearised.forget()  # the fast form said otherwise
         return self._newton(problem).solve(problem, y, tolerance)
 
     def _enough(self, dtype: torch.dtype) -> float:
-        """The largest |F| to leave, relative to the largest |y|."""
+        """How large F may be, see `Linearised`."""
         return max(_MARGIN * self.accuracy(dtype), _ROUNDINGS * torch.finfo(dtype).eps)
 
     def _iterate(self, linearised: Linearised, y: Tensor, tolerance: Tensor, table: LiveTable | None) -> Result:
@@ -239,7 +280,7 @@ class WholeTrajectory(Solver):
         history: list[np.ndarray[Any, Any]] = []
         inverse = y
         small = linearised.small
-        stride, fast = 1 if small or not linearised.even else linearised.stride, False
+        stride = 1 if small or not linearised.even else linearised.stride
         ahead: list[Tensor] = []
         calls = 0
         if small or stride > 1:
@@ -248,30 +289,30 @@ class WholeTrajectory(Solver):
         with np.errstate(all="ignore"):
             for k in range(self.max_steps):
                 if k < len(ahead):
-                    largest = ahead[k]
+                    measured = ahead[k]
                     calls += 1
-                elif fast:
-                    y, largest, inverse = linearised.again(y, mask, inverse)
+                elif stride > 1 and k % _AGAIN:
+                    y, measured, inverse = linearised.again(y, mask, inverse)
                     calls += 1
                 else:
-                    stride = max(1, stride // 4) if k > 1 else stride
-                    y, largest, inverse = linearised.refresh(y, mask, stride)
+                    # The same for every sample, whatever the others do.
+                    stride = max(1, stride // 4) if k else stride
+                    y, measured, inverse = linearised.refresh(y, mask, stride)
                     calls += 1 if stride == 1 else 2
-                residual, size = largest.cpu().numpy()
+                residual, overall = measured.cpu().numpy()
                 steps += running
                 ratio = residual / history[-1] if k else np.full_like(residual, np.inf)
                 # What the step just taken has left: r, c r, c² r with old blocks, and r, c r², ... with new ones.
                 left = residual * ratio * (ratio if stride == 1 else 1)
-                done = (residual <= enough * size) | ((left <= enough * size) & (ratio < _FAST))
-                done |= (residual <= acceptable * size) & (ratio > _CONTRACTION)  # rounding, then
+                done = (residual <= enough) | ((left <= enough) & (ratio < _FAST))
+                done |= (overall <= acceptable) & (ratio > _CONTRACTION)  # rounding, then
                 stuck = ~np.isfinite(residual)
                 if k > _PATIENCE + 1:
                     stuck |= ~(residual <= _CONTRACTION * history[-_PATIENCE])
                 failed |= running & stuck & ~done
                 history.append(residual)
                 if table is not None:
-                    table.row(k + 1, torch.from_numpy(running), largest[0])
-                fast = stride > 1 and (k == 0 or bool((ratio[running] < _FAST).all()))
+                    table.row(k + 1, torch.from_numpy(running), measured[0])
                 if k + 1 >= len(ahead) and (running & (done | stuck)).any():
                     running = running & ~done & ~stuck
                     if not running.any():

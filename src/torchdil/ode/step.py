@@ -1,0 +1,376 @@
+"""The implicit step: the stages of one step of a method, for B samples at once.
+
+Y_i = y + h Σ_j a_ij f(t + c_j h, Y_j) is solved by Newton's iteration with one matrix, I - hγJ for a method whose stages follow
+one another and I - h A⊗J for one whose stages are coupled. J = ∂f/∂y is taken at one point and kept, with the inverse, while
+the iteration contracts; this and the stopping rule by the rate θ are those of Hairer & Wanner (1996), section IV.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.linear import GMRES
+from torchdil.ode.field import Field
+from torchdil.ode.interpolant import POINTS, Place, stages_apart, stages_coupled
+from torchdil.ode.methods import Method
+from torchdil.ode.newton import SimplifiedNewton
+from torchdil.operator import Operator
+
+# The largest batch of matrices I - hγJ to form, in numbers, and the largest of them.
+_NUMBERS, _SIZE = 2**24, 600
+# J is taken anew where the iteration contracts by less than this; a matrix for another h serves if h is this near.
+_SLOW, _SAME = 0.03, 0.02
+# More iterations than this throw doubt on where they began.
+_MANY = 4
+# A plain call and a backward pass for each row are faster than one vmapped call up to so many rows.
+_FEW = 3
+_INNER_RTOL = 1e-3
+# A correction of so many roundings of Y is the last that can be made.
+_ROUNDINGS = 20
+# The contraction that a first iteration is credited with at most.
+_TRUST = 0.03
+
+
+class StepSolver:
+    """Solves one step after another and keeps what the next can use.
+
+    Args:
+        newton: the settings.
+        method: the tableau.
+        field: evaluates f at many points.
+        call: f.
+        y: a state, (B, D).
+
+    Attributes:
+        ok: the samples whose last step was solved, (B,); `all_ok` says whether that is all of them.
+        rate: the slowest contraction in the last step, (B,), 0 where it was over at once.
+        residual: the ‖F‖ that is left of the last step, or its error in units of `scale`, (B,).
+        rows: the rows of the last step, (B, m, D).
+        iterations: of each sample so far, (B,).
+        weight: the size of each component, (B, D), by which F is measured; None: by its norm.
+        jacobians, factorisations: how many were made.
+    """
+
+    def __init__(self, newton: SimplifiedNewton, method: Method, field: Field, call: Callable[..., Any], y: Tensor):
+        self.method, self._field, self._call = method, field, call
+        samples, d = y.shape
+        s = method.stages
+        diagonal = {method.A[i][i] for i in range(s)} - {0.0}
+        # One diagonal element: the stages follow one another, and one matrix of the size of y serves them all.
+        self._apart = method.diagonal and len(diagonal) <= 1
+        self._gamma = max(diagonal, default=0.0) if self._apart else 0.0
+        self._weights = method.tensors(y)[0]
+        self._A = self._weights[:s]
+        singular = not self._apart and abs(float(torch.linalg.det(self._A.double()))) < 1e-9
+        self._inverse_A = None if self._apart or singular else torch.linalg.inv(self._A.double()).to(y.dtype)
+        q = d if self._apart else s * d
+        fits = q <= _SIZE and samples * q * q <= _NUMBERS
+        self.kind = newton.jacobian or ("full" if fits else "krylov")
+        self.max_steps = newton.max_steps or (20 if self.kind in ("full", "krylov") else 100)
+        self._explicit = method.explicit
+        dense = self.kind in ("full", "diagonal") and not self._explicit
+        self._eye = torch.eye(q, dtype=y.dtype, device=y.device) if dense else None
+        self._plain, self._alone = field.mode != "samples", samples == 1
+        first = not any(method.A[0])
+        self.carries_slope = first and not self._explicit and method.stiffly_accurate and method.c[-1] == 1
+        self.ok, self.all_ok = torch.ones(samples, dtype=torch.bool, device=y.device), True
+        self._eta = torch.ones_like(y[:, 0])
+        self.rate, self.residual = torch.zeros_like(self._eta), torch.zeros_like(self._eta)
+        self.iterations = torch.zeros_like(self.ok, dtype=torch.long)
+        self.rows = y.unsqueeze(1)
+        self.jacobians = self.factorisations = 0
+        self.J: Tensor | None = None
+        self._M: Tensor | None = None
+        self._M_h = 0.0
+        self._filter: Tensor | None = None
+        self._past: list[tuple[float, Tensor]] = []
+        self._memory = -(-POINTS // s)
+        self._measured = False
+        self._trusted: Tensor | None = None
+        self._long: Tensor | None = None
+        self._plans: dict[Any, Any] = {}
+        self.weight: Tensor | None = None
+
+    def slopes(self, at: Tensor, Y: Tensor) -> Tensor:
+        """f at the stages: at (q,) or (B, q), Y and the result (B, q, D)."""
+        return self._field(self._call, at, Y) if Y.shape[1] > 1 else self.slope(at, Y.squeeze(1)).unsqueeze(1)
+
+    def slope(self, at: Tensor, y: Tensor) -> Tensor:
+        """f at a point of each sample: at (1,) or (B, 1), y and the result (B, D)."""
+        if not self._plain or (at.dim() > 1 and not self._alone):
+            return self._field(self._call, at, y.unsqueeze(1)).squeeze(1)
+        layout = self._field.layout
+        return layout.ravel(self._call(at.reshape(-1)[0], layout.unravel(y)))
+
+    def jacobian(self, at: Tensor, y: Tensor) -> Tensor:
+        """∂f/∂y at a point of each sample: at (1,) or (B, 1), y (B, D) -> (B, D, D)."""
+        samples, d = y.shape
+        with torch.enable_grad():
+            if self._field.mode == "loop" or (self._field.mode == "vmap" and d <= _FEW):
+                point = y.detach().requires_grad_()
+                f = self.slope(at, point)
+                wanted = f.sum(dim=0).unbind() if f.requires_grad else ()
+                rows = [torch.autograd.grad(w, point, retain_graph=True, materialize_grads=True)[0] for w in wanted]
+                return torch.stack(rows, dim=1) if rows else y.new_zeros(samples, d, d)
+            # A copy of y for each row: one forward and one backward pass, both over a larger batch.
+            point = y.detach().unsqueeze(1).repeat(1, d, 1).requires_grad_()
+            f = self._field(self._call, at.expand(*at.shape[:-1], d), point)
+            if not f.requires_grad:
+                return y.new_zeros(samples, d, d)
+            (J,) = torch.autograd.grad(f.diagonal(dim1=1, dim2=2).sum(), point, materialize_grads=True)
+        return J
+
+    def refresh(self, at: Tensor, y: Tensor, where: Tensor | None = None) -> None:
+        """Take J at a point of each sample, see `jacobian`; of the samples in `where` (B,) if given."""
+        if self._eye is None:
+            return
+        self.jacobians += 1
+        J = self.jacobian(at, y)
+        if self.kind == "diagonal":
+            J = torch.diag_embed(J.diagonal(dim1=1, dim2=2))
+        J = torch.where(torch.isfinite(J).flatten(1).all(dim=1)[:, None, None], J, 0.0)
+        self.J = J if where is None or self.J is None else torch.where(where[:, None, None], J, self.J)
+
+    def factorise(self, h: float | Tensor, where: Tensor | None = None) -> None:
+        """The inverse matrix for steps of size h, a number or (B, 1); of the samples in `where` (B,) if given."""
+        if self._eye is None or self.J is None:
+            return
+        self.factorisations += 1
+        step = h.unsqueeze(2) if isinstance(h, Tensor) else h
+        if self._apart:
+            matrix = self._eye - (step * self._gamma) * self.J
+        else:
+            s, d = self._A.shape[0], self.J.shape[1]
+            product = self._A.view(s, 1, s, 1) * self.J.view(-1, 1, d, 1, d)
+            matrix = self._eye - step * product.reshape(-1, s * d, s * d)
+            if self.method.error_filter:
+                self._filter = torch.linalg.inv_ex(self._eye[:d, :d] - (step * self.method.error_filter) * self.J).inverse
+        M = torch.linalg.inv_ex(matrix).inverse
+        self._M = M if where is None or self._M is None else torch.where(where[:, None, None], M, self._M)
+
+    def filtered(self, h: Tensor, at: Tensor, y: Tensor, error: Tensor) -> Tensor:
+        """An error estimate (B, D) times (I - hγJ)⁻¹ with the γ of the method; at (1,) or (B, 1), h (B, 1)."""
+        gamma = self.method.error_filter
+        if self.kind == "krylov" and gamma:
+            return GMRES(rtol=_INNER_RTOL).solve(Operator(lambda z: z - h * gamma * self.slope(at, z), y, False), error).value
+        if not gamma or self._eye is None:
+            return error
+        matrix = self._M if self._apart else self._filter
+        assert matrix is not None
+        return torch.bmm(matrix, error.unsqueeze(2)).squeeze(2)
+
+    def advance(self, h: float, at: Tensor, y: Tensor, tolerance: Tensor, alive: Tensor | None, first: Tensor | None) -> Tensor:
+        """A step on a grid that all samples share; J and its inverse are renewed when they must be.
+
+        Args:
+            h: the size of the step.
+            at: the times of its stages, (s,).
+            y: the state, (B, D).
+            tolerance: ‖F‖ to reach, in units of `weight`, (B,).
+            alive: the samples to solve for, (B,); None: all.
+            first: h f(t, y) where known, (B, D).
+
+        Returns:
+            h times the slopes of the stages, (B, s, D).
+        """
+        if self._eye is not None and self.J is None:
+            self.refresh(at[-1:], y)
+        elif self._eye is not None and self._measured:
+            slow = self.rate > _SLOW
+            if bool(slow.any()):  # at the predicted end, as it is to serve there and beyond
+                self.refresh(at[-1:], torch.add(y, self._past[-1][1][:, -1], alpha=h / self._past[-1][0]), slow)
+                self.factorise(h, slow)
+        if self._M is None or abs(h - self._M_h) > _SAME * abs(h):
+            self.factorise(h)
+            self._M_h = h
+        G = self.solve(h, at, y, tolerance, alive, first, past=self._past)
+        if not self.all_ok and self._eye is not None:
+            # Not with that J, or from that start: a new J at y, where it is sure to exist, and from there.
+            solved, rows = self.ok, self.rows
+            missed = ~solved if alive is None else alive & ~solved
+            self.refresh(at[:1], y, missed)
+            self.factorise(h, missed)
+            again = self.solve(h, at, y, tolerance, missed, first)
+            G, self.rows = (torch.where(missed[:, None, None], new, old) for new, old in ((again, G), (self.rows, rows)))
+            self.ok = solved | self.ok
+            self.all_ok = bool((self.ok if alive is None else self.ok | ~alive).all())
+        self._past = [*self._past, (h, G)][-self._memory :]
+        return G
+
+    def solve(
+        self,
+        h: float | Tensor,
+        at: Tensor,
+        y: Tensor,
+        tolerance: Tensor,
+        alive: Tensor | None = None,
+        first: Tensor | None = None,
+        past: list[tuple[float, Tensor]] | None = None,
+        start: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        """h f at the stages, (B, s, D), with the matrix there is; sets `ok`, `rate`, `residual` and `rows`.
+
+        Args:
+            h: the size of the step, a number or (B, 1).
+            at: the times of the stages, (s,) or (B, s).
+            y, tolerance, alive, first: as in `advance`.
+            past: the last steps, (h, h f) each, to start from.
+            start: or the stages to start from, for coupled ones, (B, s, D).
+            scale: measure corrections of Y in these units, root mean square, instead of F by its norm, (B, D).
+        """
+        self._scale, self._tolerance, self._everyone = scale, tolerance, alive is None
+        self.ok, self.all_ok, self._measured = torch.ones_like(self.ok) if alive is None else alive, True, False
+        solve = self._one_by_one if self._apart else self._coupled
+        return solve(h, at, y, past or [], start if first is None else first)
+
+    def _plan(self, h: float | Tensor, past: list[tuple[float, Tensor]]) -> Any:
+        """How to start from the last steps; remembered for their sizes relative to this one's."""
+        ratios = () if isinstance(h, Tensor) else tuple(round(old / h, 4) for old, _ in past)
+        if ratios not in self._plans:
+            c, plan = self.method.c, stages_apart if self._apart else stages_coupled
+            places: list[Place] = []
+            before = 0.0
+            for k in reversed(range(len(ratios))):
+                places = [((cj - 1) * ratios[k] - before, k, j, 1 / ratios[k]) for j, cj in enumerate(c)] + places
+                before += ratios[k]
+            self._plans[ratios] = plan(self.method, places)
+        return self._plans[ratios]
+
+    def _one_by_one(
+        self, h: float | Tensor, at: Tensor, y: Tensor, past: list[tuple[float, Tensor]], first: Tensor | None
+    ) -> Tensor:
+        gamma, step = self._gamma, h * self._gamma
+        G: list[Tensor] = []
+        rows: list[Tensor] = []
+        for i, (known, earlier, later) in enumerate(self._plan(h, past)):
+            base = y
+            for j, weight in known:
+                base = torch.add(base, G[j], alpha=weight)
+            here = at[..., i : i + 1]
+            if self.method.A[i][i] == 0:
+                G.append(first if i == 0 and first is not None else h * self.slope(here, base))
+                rows.append(base)
+                continue
+            guess = base
+            for k, j, weight in earlier:
+                guess = torch.add(guess, past[k][1][:, j], alpha=weight)
+            for j, weight in later:
+                guess = torch.add(guess, G[j], alpha=weight)
+
+            def residual(Y: Tensor, base: Tensor = base, here: Tensor = here) -> Tensor:
+                return Y - base - step * self.slope(here, Y)
+
+            Y = self._iterate(residual, guess if self._trusted is None else batch.select(self._trusted, guess, base))
+            if self._long is not None or self._trusted is not None:
+                self._doubt(guess, base, Y)
+            G.append(Y - base if gamma == 1 else (Y - base) / gamma)
+            rows.append(Y)
+        slopes = G[0].unsqueeze(1) if len(G) == 1 else torch.stack(G, dim=1)
+        if len(self._weights) > len(G):
+            rows.append(y + torch.matmul(self._weights[-1], slopes))
+        self.rows = rows[0].unsqueeze(1) if len(rows) == 1 else torch.stack(rows, dim=1)
+        return slopes
+
+    def _coupled(
+        self, h: float | Tensor, at: Tensor, y: Tensor, past: list[tuple[float, Tensor]], start: Tensor | None
+    ) -> Tensor:
+        s, A = self.method.stages, self._A
+        step = h.unsqueeze(2) if isinstance(h, Tensor) else h
+        base = y.unsqueeze(1)
+        level = base.expand(-1, s, -1)
+        if start is None and past and not isinstance(h, Tensor):
+            used, weights = self._plan(h, past)
+            slopes = torch.stack([past[k][1][:, j] for k, j in used], dim=1)
+            start = base + torch.matmul(weights.to(y), slopes)
+        guess, level = (level if start is None else start).flatten(1), level.flatten(1)
+        trusted = None if not past else self._trusted
+
+        def residual(Y: Tensor) -> Tensor:
+            Y = Y.unflatten(1, (s, -1))
+            return (Y - base - step * torch.matmul(A, self.slopes(at, Y))).flatten(1)
+
+        Y = self._iterate(residual, guess if trusted is None else batch.select(trusted, guess, level))
+        if past and (self._long is not None or self._trusted is not None):
+            self._doubt(guess, level, Y)
+        Y = Y.unflatten(1, (s, -1))
+        G = step * self.slopes(at, Y) if self._inverse_A is None else torch.matmul(self._inverse_A, Y - base)
+        self.rows = Y if len(self._weights) == s else torch.cat((Y, base + torch.matmul(self._weights[-1:], G)), dim=1)
+        return G
+
+    def _doubt(self, guess: Tensor, base: Tensor, Y: Tensor) -> None:
+        """Start the next steps from where the last one ended, for samples whose guess was worse than that."""
+        good = batch.norm(Y - guess) <= batch.norm(Y - base)
+        for unquestioned in (self._trusted, None if self._long is None else ~self._long):
+            good = good if unquestioned is None else good | unquestioned
+        self._trusted = None if bool(good.all()) else good
+
+    def _iterate(self, residual: Callable[[Tensor], Tensor], Y: Tensor) -> Tensor:
+        """Newton's iteration on (B, q), frozen for each sample where it is done."""
+        running, tolerance = self.ok, self._tolerance
+        # A small correction proves nothing before its rate is known: it may be the matrix that is wrong. A small F does.
+        eta = self._eta if self._scale is None else torch.full_like(self._eta, torch.finfo(Y.dtype).max)
+        before: Tensor | None = None
+        failed: Tensor | None = None
+        measured: Tensor | None = None
+        self._long = None
+        for k in range(self.max_steps):
+            F, correction = self._correction(residual, Y)
+            size = batch.norm(self._weighted(F)) if self._scale is None else self._rms(correction)
+            if before is not None:
+                theta = size / before
+                eta = torch.where(running, torch.where(theta < 1, theta / (1 - theta), torch.inf), eta)
+                # Below the tolerance rounding sets the rate, and who would mind.
+                rate = torch.where(running & ~(size <= tolerance), theta, 0.0)
+                self.rate, self._measured = torch.maximum(self.rate, rate) if self._measured else rate, True
+            moved = Y - correction
+            Y = moved if self._alone or (before is None and self._everyone) else batch.select(running, moved, Y)
+            self.iterations += running
+            self.residual = eta * size
+            running = running & ~(self.residual <= tolerance)
+            if not bool(running.any()):
+                break
+            measured = running if k == 0 else measured
+            self._long = running if k == _MANY else self._long
+            if before is not None:
+                # Neither shrinking nor going to be small in time, unless rounding is all that is left.
+                slow = ~((theta < 0.99) & (theta ** (self.max_steps - 1 - k) * self.residual <= tolerance))
+                rounding = _ROUNDINGS * torch.finfo(Y.dtype).eps * batch.norm(self._weighted(Y))
+                exhausted = batch.norm(self._weighted(correction)) <= rounding
+                hopeless = running & slow & ~exhausted
+                failed = hopeless if failed is None else failed | hopeless
+                running = running & ~(slow | exhausted)
+                if not bool(running.any()):
+                    break
+            before = size
+        # What the first iteration of the next step may count on; not much, as f may be less linear there.
+        self._eta = eta**0.8 if measured is None else torch.where(measured, eta.clamp(_TRUST, 1.0), eta**0.8)
+        if failed is not None or k + 1 == self.max_steps:
+            lost = running if failed is None else running | failed
+            self.ok = self.ok & ~lost
+            self.all_ok = self.all_ok and not bool(lost.any())
+        return Y
+
+    def _weighted(self, a: Tensor) -> Tensor:
+        """F or Y, (B, q), in units of the size of each component."""
+        if self.weight is None:
+            return a
+        return (a.unflatten(1, (-1, self.weight.shape[1])) / self.weight.unsqueeze(1)).flatten(1)
+
+    def _rms(self, correction: Tensor) -> Tensor:
+        assert self._scale is not None
+        relative = correction.unflatten(1, (-1, self._scale.shape[1])) / self._scale.unsqueeze(1)
+        return torch.linalg.vector_norm(relative, dim=(1, 2)) / correction.shape[1] ** 0.5
+
+    def _correction(self, residual: Callable[[Tensor], Tensor], Y: Tensor) -> tuple[Tensor, Tensor]:
+        if self.kind == "krylov":
+            operator = Operator(residual, Y, False)
+            F = operator.graph()[1].detach()
+            return F, GMRES(rtol=_INNER_RTOL).solve(operator, F).value
+        F = residual(Y)
+        return F, F if self._M is None else torch.bmm(self._M, F.unsqueeze(2)).squeeze(2)
