@@ -270,7 +270,8 @@ class Setting:
             y, residual = result.value, batch.norm(point.F.detach())
             size = self.statement.quick_size(y, start)
             if size is None or not bool((residual <= rtol * size).all()):
-                size = self.statement.size(point.operator, y, start)
+                full = self.statement.size(point.operator, y, start)
+                size = full if size is None else torch.fmax(size, full)
             tolerance = (rtol * size).clamp_min(atol)
             stats = replace(result.stats, residual=residual, tolerance=tolerance, norm=batch.norm(y))
             stats.products, stats.advice = self.calls + result.stats.products, self.statement.advice

@@ -53,7 +53,6 @@ class Bidiagonal(LinearSolver):
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         before = operator.products
-        tolerance = self.tolerance(rhs)
         quick = None if self.fast is None or self.damping else self.fast(operator.y, transpose)
         if quick is not None:
             x, r, enough = self._refined(quick, operator.product(transpose), rhs)
@@ -67,6 +66,7 @@ class Bidiagonal(LinearSolver):
         whole = torch.isfinite(D).flatten(1).all(dim=1) & batch.finite(rhs)
         D = torch.where(whole[:, None, None, None], D, torch.eye(D.shape[-1], dtype=D.dtype, device=D.device))
         b = torch.where(whole[:, None], rhs, 0.0)
+        tolerance = self.tolerance(b)
         factors = Factors(D, self.rows, self.damping)
         x = factors.solve(b, transpose)
         r = b - factors.product(x, transpose)

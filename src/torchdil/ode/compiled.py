@@ -23,6 +23,8 @@ from torch import Tensor
 
 Function = Callable[..., tuple[Tensor, ...]]
 
+# torch.fx changes nn.Module while it traces: two threads at once would leave it changed.
+_tracing = threading.Lock()
 # Calls of one kind before it is traced: that takes a few tenths of a second.
 _PATIENCE = 10
 
@@ -66,7 +68,8 @@ class Compiled:
         kind = self._memory.setdefault(signature, _Kind())
         kind.calls += 1
         if kind.calls == _PATIENCE + 1:
-            kind.fast = _fast_form(self._function, inputs)
+            with _tracing:
+                kind.fast = _fast_form(self._function, inputs)
         if kind.fast is None:
             return self._function(*inputs)
         with kind.lock:

@@ -168,19 +168,20 @@ class _March:
 
         def step(n: int, tolerance: Tensor) -> tuple[Tensor, Tensor]:
             alive = None if self.all_alive else self.alive
-            if n % _RESIZE == 0:
+            if n % _RESIZE == 0 and solver.kind in ("full", "krylov"):  # others pass the error from component to component
                 largest = self.weight.amax(dim=1, keepdim=True)
-                # A component that is small beside the others is worth half their digits at least: it may be made of them.
-                least = torch.finfo(largest.dtype).eps ** 0.5 * largest
+                # A component that is small beside the others is worth half their digits at least, as it may be made of them;
+                # fewer in the first steps, as it may grow.
+                least = torch.finfo(largest.dtype).eps ** (0.5 if n else 0.25) * largest
                 solver.weight = torch.maximum(self.weight, least).clamp_min(torch.finfo(largest.dtype).tiny)
-            relative = torch.full_like(tolerance, self.share)
+            goal = tolerance if solver.weight is None else torch.full_like(tolerance, self.share)
             if self.shared:
-                G = solver.advance(sizes[n], self.at[n], self.y, relative, alive, slope[0])
+                G = solver.advance(sizes[n], self.at[n], self.y, goal, alive, slope[0])
             else:
                 h = self.h[:, n : n + 1]
                 solver.refresh(self.at[:, n, :1], self.y)
                 solver.factorise(h)
-                G = solver.solve(h, self.at[:, n], self.y, relative, alive)
+                G = solver.solve(h, self.at[:, n], self.y, goal, alive)
             found = solver.rows
             if explicit:
                 finite = batch.finite(found.flatten(1)) if n % 10 == 9 or n == self.statement.steps - 1 else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -132,14 +131,12 @@ def solve(
     known = memory(uncompiled(func))
     before = bool(known)
     try:
-        with full_precision(t) if isinstance(t, Tensor) else nullcontext():
-            return _solve(func, y0, t, *settings)
+        return _solve(func, y0, t, *settings)
     except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
         if not before or isinstance(error, ConvergenceError):
             raise
         known.clear()  # what is remembered of func may be out of date: it uses t now, or inputs of another shape
-        with full_precision(t):
-            return _solve(func, y0, t, *settings)
+        return _solve(func, y0, t, *settings)
 
 
 def _solve(
@@ -164,25 +161,25 @@ def _solve(
     equation = Equation.of(func, y0, t, batch_dims)
     report = Report(equation.layout.batch_shape)
     tolerances = Tolerances.of(rtol, atol, equation.start.dtype)
-    if method.adaptive and not chosen.fixed and (isinstance(method, Kvaerno5) or not rtol is atol is None):
-        if gradient == "backprop" or chosen.checkpoint:
-            what = "options checkpoint" if chosen.checkpoint else 'gradient="backprop"'
-            raise ValueError(f"{what} is for a fixed grid: give options step_size or substeps too.")
-        walk = adaptive if gradient == "ift" else adaptive_adjoint
-        states = walk(equation, method, chosen, tolerances, solver, linear_solver, on_failure, report)
-        assert report.forward is not None
-        return Solution(equation.outputs(states), *report.forward, report)
-    grid = Grid.of(equation.t, chosen)
     if chosen.checkpoint and gradient != "ift":
         raise ValueError(f'checkpoint is for gradient="ift", got gradient={gradient!r}.')
-    if gradient == "adjoint":
-        stored = chosen.adjoint == "stored"
-        states = adjoint_grid(equation, method, grid, solver, linear_solver, on_failure, report, stored)
-    elif gradient == "backprop":
-        states = unrolled_grid(equation, method, grid, solver, on_failure, report)
-    elif chosen.checkpoint:
-        states = recomputed(equation, method, grid, solver, linear_solver, on_failure, report, chosen.checkpoint)
-    else:
-        states = fixed_grid(equation, method, grid, solver, linear_solver, on_failure, report)
+    common = (solver, linear_solver, on_failure, report)
+    with full_precision(equation.start):
+        if method.adaptive and not chosen.fixed and (isinstance(method, Kvaerno5) or not rtol is atol is None):
+            if gradient == "backprop" or chosen.checkpoint:
+                what = "options checkpoint" if chosen.checkpoint else 'gradient="backprop"'
+                raise ValueError(f"{what} is for a fixed grid: give options step_size or substeps too.")
+            walk = adaptive if gradient == "ift" else adaptive_adjoint
+            states = walk(equation, method, chosen, tolerances, *common)
+        else:
+            grid = Grid.of(equation.t, chosen)
+            if gradient == "adjoint":
+                states = adjoint_grid(equation, method, grid, *common, chosen.adjoint == "stored")
+            elif gradient == "backprop":
+                states = unrolled_grid(equation, method, grid, solver, on_failure, report)
+            elif chosen.checkpoint:
+                states = recomputed(equation, method, grid, *common, chosen.checkpoint)
+            else:
+                states = fixed_grid(equation, method, grid, *common)
     assert report.forward is not None
     return Solution(equation.outputs(states), *report.forward, report)

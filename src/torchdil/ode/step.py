@@ -191,12 +191,14 @@ class StepSolver:
         G = self.solve(h, at, y, tolerance, alive, first, past=self._past)
         if not self.all_ok and self._eye is not None:
             # Not with that J, or from that start: a new J at y, where it is sure to exist, and from there.
-            solved, rows = self.ok, self.rows
+            solved, rows, eta, rate, trusted = self.ok, self.rows, self._eta, self.rate, self._trusted
             missed = ~solved if alive is None else alive & ~solved
             self.refresh(at[:1], y, missed)
             self.factorise(h, missed)
             again = self.solve(h, at, y, tolerance, missed, first)
             G, self.rows = (torch.where(missed[:, None, None], new, old) for new, old in ((again, G), (self.rows, rows)))
+            self._eta, self.rate = (torch.where(missed, new, old) for new, old in ((self._eta, eta), (self.rate, rate)))
+            self._measured, self._trusted = True, trusted
             self.ok = solved | self.ok
             self.all_ok = bool((self.ok if alive is None else self.ok | ~alive).all())
         self._past = [*self._past, (h, G)][-self._memory :]

@@ -200,7 +200,7 @@ class Linearised:
     def _measured(self, F: Tensor, y: Tensor) -> Tensor:
         """The largest |F| of each sample against the largest |y|, (2, B): of the same component, and of all."""
         d = self._statement.state.size
-        F, y = (a.reshape(len(y), -1, d).abs().amax(dim=1) for a in (F, y))
+        F, y = (a.flatten(1).unflatten(1, (-1, d)).abs().amax(dim=1) for a in (F, y))
         largest = y.amax(dim=1, keepdim=True).clamp_min(torch.finfo(y.dtype).tiny)
         # A component that is small beside the others is worth half their digits at least: it may be made of them.
         own = torch.maximum(y, torch.finfo(y.dtype).eps ** 0.5 * largest)
