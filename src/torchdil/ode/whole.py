@@ -48,7 +48,7 @@ _PATIENCE = 3
 _CONTRACTION = 0.5
 # How far below the tolerance to go, if rounding lets: Newton's next digits are cheap, and gradients are the better for it.
 _MARGIN = 0.01
-_ROUNDINGS = 4
+_ROUNDINGS, _EXPECTED = 6, 25
 _ACCEPTABLE = 0.1
 
 
@@ -273,6 +273,8 @@ class WholeTrajectory(Solver):
 
     def _iterate(self, linearised: Linearised, y: Tensor, tolerance: Tensor, table: LiveTable | None) -> Result:
         enough, acceptable = self._enough(y.dtype), _ACCEPTABLE * self.accuracy(y.dtype)
+        # The estimate is high, as a rule.
+        expected = max(enough, _EXPECTED * torch.finfo(y.dtype).eps)
         mask = torch.ones(len(y), dtype=torch.bool, device=y.device)
         # The bookkeeping is on the host, in numpy: the convergence test has to come there anyway.
         running, failed = np.ones(len(y), dtype=bool), np.zeros(len(y), dtype=bool)
@@ -304,7 +306,7 @@ class WholeTrajectory(Solver):
                 ratio = residual / history[-1] if k else np.full_like(residual, np.inf)
                 # What the step just taken has left: r, c r, c² r with old blocks, and r, c r², ... with new ones.
                 left = residual * ratio * (ratio if stride == 1 else 1)
-                done = (residual <= enough) | ((left <= enough) & (ratio < _FAST))
+                done = (residual <= enough) | ((left <= expected) & (ratio < _FAST))
                 done |= (overall <= acceptable) & (ratio > _CONTRACTION)  # rounding, then
                 stuck = ~np.isfinite(residual)
                 if k > _PATIENCE + 1:
