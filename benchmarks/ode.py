@@ -68,7 +68,9 @@ class Config:
     def preset(name: str, device: str = "cpu") -> Config:
         if name == "smoke":
             return Config(states=(2,), batches=(2,), steps=10, rounds=2, calls=1, adjoint_rounds=1, device=device)
-        return Config(batches=(1, 64, 1024) if device == "cuda" else (1, 64), device=device)
+        if device == "cuda":
+            return Config(states=(2,), batches=(64, 1024), adjoint_rounds=3, device=device)
+        return Config()
 
 
 class Dynamics(nn.Module):

@@ -148,9 +148,9 @@ Written by `python -m benchmarks --only ode` from `benchmarks/results/ode.json` 
 dy/dt = f(y), f a network D-30-30-D with tanh; {config["steps"]} steps of {config["step_size"]}, float32, the loss the sum of
 squares of all states, all systems with the same weights. *torchdil* is `dil.odeint(f, y0, t, batch_dims=1)`, backward Euler
 with the exact gradient; *CG* is the same with `linear_solver=dil.CG()`, as in the paper. *diffrax* is its `ImplicitEuler` with
-`VeryChord(rtol={config["tolerance"]:g}, atol={config["tolerance"]:g})`, `ConstantStepSize` and `DirectAdjoint`, jitted and
-vmapped over the batch. *torchdiffeq* has no implicit method: `odeint_adjoint` with its defaults, and Euler's explicit method
-with backpropagation.
+`VeryChord(rtol={config["tolerance"]:g}, atol={config["tolerance"]:g})`, `ConstantStepSize` and `DirectAdjoint`, jitted and,
+for more than one sample, vmapped. *torchdiffeq* has no implicit method: `odeint_adjoint` with its defaults, and Euler's
+explicit method with backpropagation.
 
 The systems take turns in short blocks; medians in milliseconds, in brackets the quartiles. *Backward* is what both take more
 than the forward alone in the same round, *by clock* what the backward alone took where that can be timed. *Residual* is

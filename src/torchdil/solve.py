@@ -268,16 +268,16 @@ class Setting:
         """The result with ‖F‖ at its value, and the status that follows from it."""
         with torch.no_grad(), no_tangents():
             y, residual = result.value, batch.norm(point.F.detach())
-            size = self.statement.quick_size(y, start)
-            if size is None or not bool((residual <= rtol * size).all()):
-                full = self.statement.size(point.operator, y, start)
-                size = full if size is None else torch.fmax(size, full)
-            tolerance = (rtol * size).clamp_min(atol)
-            stats = replace(result.stats, residual=residual, tolerance=tolerance, norm=batch.norm(y))
+            status, size = result.status, self.statement.quick_size(y, start)
+            stats = replace(result.stats, residual=residual, norm=batch.norm(y))
             stats.products, stats.advice = self.calls + result.stats.products, self.statement.advice
-            status, solved = result.status, residual <= tolerance
-            if bool((solved & (status == Status.converged)).all()):  # then y is finite, too
-                return Result(y, status, stats)
+            if size is not None:
+                stats.tolerance = (rtol * size).clamp_min(atol)
+                if bool(((residual <= stats.tolerance) & (status == Status.converged)).all()):  # then y is finite, too
+                    return Result(y, status, stats)
+            full = self.statement.size(point.operator, y, start)
+            stats.tolerance = (rtol * (full if size is None else torch.fmax(size, full))).clamp_min(atol)
+            solved = residual <= stats.tolerance
             status = torch.where(~solved & (status == Status.converged), int(Status.not_stationary), status)
             near = (status == Status.max_steps) | (status == Status.stagnated) | (status == Status.not_stationary)
             status = torch.where(solved & near, int(Status.converged), status)

@@ -174,7 +174,9 @@ class _March:
                 # fewer in the first steps, as it may grow.
                 least = torch.finfo(largest.dtype).eps ** (0.5 if n else 0.25) * largest
                 solver.weight = torch.maximum(self.weight, least).clamp_min(torch.finfo(largest.dtype).tiny)
-            goal = tolerance if solver.weight is None else torch.full_like(tolerance, self.share)
+            goal = (
+                tolerance if solver.weight is None else torch.full_like(tolerance, self.share * self.increments.shape[1] ** 0.5)
+            )
             if self.shared:
                 G = solver.advance(sizes[n], self.at[n], self.y, goal, alive, slope[0])
             else:

@@ -240,7 +240,9 @@ class WholeTrajectory(Solver):
             result = self._newton(problem).solve(problem, y0, tolerance)
         else:
             with torch.no_grad():
-                result = self._iterate(self.linearised, y0, tolerance, self.table(problem, len(y0)))
+                result, some_failed = self._iterate(self.linearised, y0, tolerance, self.table(problem, len(y0)))
+            if not some_failed:
+                return result
         failed = result.status != Status.converged
         if self.linearised is not None and not self.linearised.on_cpu and self.linearised.small and bool(failed.any()):
             result = self._march(self.linearised, result, failed)
@@ -271,7 +273,7 @@ class WholeTrajectory(Solver):
         """How large F may be, see `Linearised`."""
         return max(_MARGIN * self.accuracy(dtype), _ROUNDINGS * torch.finfo(dtype).eps)
 
-    def _iterate(self, linearised: Linearised, y: Tensor, tolerance: Tensor, table: LiveTable | None) -> Result:
+    def _iterate(self, linearised: Linearised, y: Tensor, tolerance: Tensor, table: LiveTable | None) -> tuple[Result, bool]:
         enough, acceptable = self._enough(y.dtype), _ACCEPTABLE * self.accuracy(y.dtype)
         # The estimate is high, as a rule.
         expected = max(enough, _EXPECTED * torch.finfo(y.dtype).eps)
@@ -280,6 +282,7 @@ class WholeTrajectory(Solver):
         running, failed = np.ones(len(y), dtype=bool), np.zeros(len(y), dtype=bool)
         steps = np.zeros(len(y), dtype=np.int64)
         history: list[np.ndarray[Any, Any]] = []
+        told: list[Tensor] = []
         inverse = y
         small = linearised.small
         stride = 1 if small or not linearised.even else linearised.stride
@@ -313,6 +316,7 @@ class WholeTrajectory(Solver):
                     stuck |= ~(residual <= _CONTRACTION * history[-_PATIENCE])
                 failed |= running & stuck & ~done
                 history.append(residual)
+                told.append(measured[0])
                 if table is not None:
                     table.row(k + 1, torch.from_numpy(running), measured[0])
                 if k + 1 >= len(ahead) and (running & (done | stuck)).any():
@@ -320,12 +324,15 @@ class WholeTrajectory(Solver):
                     if not running.any():
                         break
                     mask = torch.from_numpy(running).to(y.device)
+        failed |= running
         if table is not None:
-            table.close(f"converged {int((~failed & ~running).sum())} of {len(y)}")
-        lost = torch.from_numpy(failed | running).to(y.device) | ~batch.finite(y)
-        told = [torch.from_numpy(r).to(y.device) for r in history]
-        stats = Stats("whole trajectory", torch.from_numpy(steps).to(y.device), told[-1], tolerance, calls, told)
-        return Result(y, torch.where(lost, int(Status.stagnated), int(Status.converged)), stats)
+            table.close(f"converged {int((~failed).sum())} of {len(y)}")
+        count = torch.from_numpy(steps).to(y.device)
+        stats = Stats("whole trajectory", count, told[-1], tolerance, calls, told)
+        status = torch.zeros_like(count)
+        if failed.any():
+            status = torch.where(torch.from_numpy(failed).to(y.device), int(Status.stagnated), status)
+        return Result(y, status, stats), bool(failed.any())
 
     def _newton(self, problem: Problem) -> Newton:
         """The core's, with the same linear solver."""
