@@ -70,10 +70,11 @@ class Bidiagonal(LinearSolver):
         factors = Factors(D, self.rows, self.damping)
         x = factors.solve(b, transpose)
         r = b - factors.product(x, transpose)
-        if not bool((batch.norm(r) <= tolerance).all()):  # one step of iterative refinement
+        missed = ~(batch.norm(r) <= tolerance)
+        if bool(missed.any()):  # one step of iterative refinement
             refined = x + factors.solve(r, transpose)
             r_refined = b - factors.product(refined, transpose)
-            better = batch.norm(r_refined) < batch.norm(r)
+            better = missed & (batch.norm(r_refined) < batch.norm(r))
             x, r = batch.select(better, refined, x), batch.select(better, r_refined, r)
         residual = batch.norm(r)
         tolerance = tolerance + self.attainable(factors.size(), x, b)
@@ -91,13 +92,14 @@ class Bidiagonal(LinearSolver):
         # The coupling alone, I - E, has norm 2.
         enough = self.tolerance(rhs) + self.attainable(torch.full_like(rhs[:, 0], 2.0), x, rhs)
         for _ in range(_REFINEMENTS):
-            if bool((batch.norm(r) <= enough).all()):
+            missed = ~(batch.norm(r) <= enough)
+            if not bool(missed.any()):
                 break
             better = x + quick(r)
             r_better = rhs - product(better)
-            if not bool((batch.norm(r_better) <= 0.5 * batch.norm(r)).any()):
+            if not bool((missed & (batch.norm(r_better) <= 0.5 * batch.norm(r))).any()):
                 break
-            closer = batch.norm(r_better) < batch.norm(r)
+            closer = missed & (batch.norm(r_better) < batch.norm(r))
             x, r = batch.select(closer, better, x), batch.select(closer, r_better, r)
         return x, r, enough
 
