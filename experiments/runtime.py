@@ -179,7 +179,7 @@ def _warm_up(config: Config, f: Dynamics, seed: int) -> None:
     """The first calls load what they need, and may compile."""
     y0, t, inputs = _problem(config, f, seed)
     for name, method in METHODS.items():
-        for _ in range(TRACED if name == "default" else WARM_UP):
+        for _ in range(TRACED if name in ("default", "euler_ift") else WARM_UP):
             timed(config, f, method, y0, t, inputs)
 
 
