@@ -1,0 +1,160 @@
+"""Traps that an ODE solver can fall into without a word: each was one once."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import torchdil as dil
+from torchdil.ode import SimplifiedNewton, odeint, solve
+
+ADAPTIVE = ["radauIIA5", "kvaerno5", "trbdf2"]
+
+
+def real(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def line(*args):
+    return torch.linspace(*args, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["failed first", "failed last"])
+@pytest.mark.parametrize("method", ADAPTIVE)
+def test_a_failed_sample_on_a_common_grid_spoils_no_output(method, order):
+    grows = real([[1.0], [0.0]])[list(order)]
+
+    def f(t, y):  # uses t and closes over a tensor of the samples: one grid for all
+        return (grows * y * y - (1 - grows) * y) * (1 + 0 * t)
+
+    t = line(0, 2, 9)
+    found = solve(f, real([[2.0], [1.0]])[list(order)], t, method=method, rtol=1e-6, batch_dims=1, on_failure="ignore")
+    healthy = order.index(1)
+    assert found.status[healthy] == dil.Status.converged and found.status[1 - healthy] != dil.Status.converged
+    assert (found.value[:, healthy, 0] - torch.exp(-t)).abs().max() < 1e-4
+    assert torch.isfinite(found.value).all()
+
+
+def test_a_failed_sample_of_adaptive_steps_gives_no_gradient_if_it_is_to_be_zero():
+    a, y0 = real(1.0).requires_grad_(), real([[2.0]]).requires_grad_()
+    y = odeint(
+        lambda t, y: a * y * y, y0, real([0.0, 0.1, 0.33, 1.0]), method="radauIIA5", rtol=1e-6, batch_dims=1, on_failure="zero"
+    )
+    assert [float(g.abs().max()) for g in torch.autograd.grad(y[1:].sum(), (y0, a))] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("jump", [0.5, 0.7, 0.93])
+def test_a_jump_of_the_right_hand_side_is_stepped_over_within_the_tolerance(jump):
+    y = odeint(
+        lambda t, y: torch.where(t < jump, 1.0, -3.0) - y,
+        real([0.0]),
+        real([0.0, 2.0]),
+        method="radauIIA5",
+        rtol=1e-6,
+        atol=1e-6,
+    )
+    exact = -3 + (4 - math.exp(-jump)) * math.exp(-(2 - jump))
+    assert abs(y[-1].item() - exact) < 2e-5
+
+
+@pytest.mark.parametrize(
+    "settings", [{"gradient": "adjoint"}, {"options": {"checkpoint": 2}}, {"options": {"checkpoint": True}}]
+)
+def test_parameters_that_are_used_between_outputs_only_get_their_gradients(settings):
+    rates = [real(1.0 + n).requires_grad_() for n in range(3)]
+
+    def f(t, y):
+        return -rates[min(int(3 * t), 2)] * y
+
+    def gradients(**more):
+        options = {"substeps": 30} | more.pop("options", {})
+        y = odeint(f, real([1.0]), real([0.0, 1.0]), method="trapezoid", options=options, **more)
+        return torch.stack(torch.autograd.grad(y[-1].sum(), rates))
+
+    rtol = 1e-2 if "gradient" in settings else 1e-8
+    assert torch.allclose(gradients(**settings), gradients(), rtol=rtol)
+
+
+def test_a_scripted_function_inside_is_told_the_time():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        net = torch.jit.script(_switched)
+    y0, t = torch.ones(2, 1, dtype=torch.float64), line(0, 1, 11)
+    assert torch.allclose(odeint(lambda t, y: net(t, y), y0, t, batch_dims=1), odeint(_switched, y0, t, batch_dims=1))
+
+
+def _switched(t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return -torch.where(t > 0.5, 5.0, 1.0) * y
+
+
+@pytest.mark.parametrize("large", [1e6, 1e10])
+@pytest.mark.parametrize("solver", [None, SimplifiedNewton()], ids=["default", "step by step"])
+def test_a_component_beside_a_large_one_is_solved_too(solver, large):
+    def small(t, u):
+        return -5 * u**3 + torch.sin(20 * t)
+
+    def both(t, y):
+        return torch.stack((torch.zeros_like(t), small(t, y[1])))
+
+    t = line(0, 3, 61)
+    alone = odeint(small, real(0.5), t)
+    assert (odeint(both, real([large, 0.5]), t, solver=solver)[:, 1] - alone).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        None,
+        dil.Picard(),
+        dil.Newton(),
+        dil.Anderson(),
+        dil.Broyden(),
+        *(SimplifiedNewton(jacobian=kind) for kind in ("full", "identity", "krylov")),
+    ],
+    ids=str,
+)
+def test_a_state_that_begins_at_zero_is_solved(solver):
+    found = solve(lambda t, y: torch.cos(3 * y), real([0.0]), line(0, 0.5, 6), solver=solver, on_failure="raise")
+    residual = found.value.diff(dim=0) - 0.1 * torch.cos(3 * found.value[1:])
+    assert residual.abs().max() < 1e-10
+
+
+def test_steps_shorter_than_the_digits_of_t():
+    y = odeint(lambda t, y: -y, torch.ones(1), torch.tensor([1e6, 1e6 + 1]), options={"substeps": 100})
+    assert abs(y[-1].item() - 1.01**-100) < 1e-5
+
+
+def test_a_step_across_a_fold_is_found():
+    def van_der_pol(t, y):
+        return torch.stack((y[1], 5 * (1 - y[0] ** 2) * y[1] - y[0]))
+
+    found = solve(van_der_pol, real([2.0, 0.0]), line(0, 20, 101), on_failure="raise")
+    slopes = torch.stack([van_der_pol(None, y) for y in found.value[1:]])
+    assert (found.value.diff(dim=0) - 0.2 * slopes).abs().max() < 1e-8
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"method": "radauIIA5", "rtol": 1e-4}, {"gradient": "adjoint"}, {"options": {"checkpoint": 2}}]
+)
+def test_inside_checkpointing_of_torch(settings):
+    net, x = torch.nn.Linear(2, 2).double(), torch.randn(3, 2, dtype=torch.float64)
+
+    def f(t, y):
+        return net(y)
+
+    def gradient(run):
+        return torch.autograd.grad(run(x).square().sum(), list(net.parameters()))
+
+    def layer(x):
+        return odeint(f, x, line(0, 1, 5), batch_dims=1, **settings)
+
+    for _ in range(2):  # the first call looks at f
+        inside = gradient(lambda x: checkpoint(layer, x, use_reentrant=False))
+        assert all(torch.allclose(a, b) for a, b in zip(inside, gradient(layer), strict=True))
+
+
+def test_the_first_step_has_the_sign_of_the_way():
+    with pytest.raises(ValueError, match="first_step"):
+        odeint(lambda t, y: -y, real([1.0]), real([0.0, 1.0]), method="kvaerno5", options={"first_step": -0.1})
