@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from problems import Cube
 from torch import nn
 from torch.autograd import forward_ad, grad, gradcheck, gradgradcheck
 from torch.func import functional_call, jacfwd, jacrev, jvp, vmap
@@ -388,20 +389,6 @@ def test_float32():
     found = grad((fixed(net, y0.float(), TIMES.float(), batch_dims=1) ** 2).sum(), list(net.parameters()))
     assert all(g.dtype == torch.float32 for g in found)
     all_close([g.double() for g in found], exact, 1e-4)
-
-
-class Cube(torch.autograd.Function):
-    """y³ with a backward of its own and no rule for vmap."""
-
-    @staticmethod
-    def forward(ctx, y):
-        ctx.save_for_backward(y)
-        return y**3
-
-    @staticmethod
-    def backward(ctx, v):
-        (y,) = ctx.saved_tensors
-        return 3 * y**2 * v
 
 
 FUNCTIONS = {

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from problems import Cube
 
 from torchdil import operator as operator_module
 from torchdil.operator import Operator
@@ -30,20 +31,6 @@ def per_sample_jacobian(fn, y):
     return torch.stack([torch.func.jacrev(lambda u: fn(u.unsqueeze(0)).squeeze(0))(row) for row in y])
 
 
-class NoForwardRule(torch.autograd.Function):
-    """y³ with a backward that can be differentiated again, but neither a forward-mode nor a batching rule."""
-
-    @staticmethod
-    def forward(ctx, y):
-        ctx.save_for_backward(y)
-        return y**3
-
-    @staticmethod
-    def backward(ctx, v):
-        (y,) = ctx.saved_tensors
-        return 3 * y**2 * v
-
-
 @pytest.mark.parametrize(("fn", "symmetric"), FUNCTIONS)
 def test_dense_is_the_jacobian(fn, symmetric):
     torch.testing.assert_close(Operator(fn, POINT, symmetric).dense(), per_sample_jacobian(fn, POINT))
@@ -68,7 +55,7 @@ def test_adjoint_identity(fn, symmetric, strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_products_fall_back_where_rules_are_missing(strategy):
-    operator, p = Operator(NoForwardRule.apply, POINT, False), draw(6, 4, 6)
+    operator, p = Operator(Cube.apply, POINT, False), draw(6, 4, 6)
     torch.testing.assert_close(operator.mv(p, strategy), 3 * POINT**2 * p)
     torch.testing.assert_close(operator.rmv(p, strategy), 3 * POINT**2 * p)
     torch.testing.assert_close(operator.dense(), torch.diag_embed(3 * POINT**2))

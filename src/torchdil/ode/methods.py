@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ Matrix = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(ABC):
     """A Runge-Kutta method: subclasses state `A` and `b`; c_i = Σ_j a_ij.
 
     Attributes:
@@ -30,6 +31,7 @@ class Method:
         b: the weights of the step, s numbers.
         order: the order of the global error.
         names: the strings by which `odeint` knows the method.
+        always_adaptive: whether steps are adaptive where neither tolerances nor a grid are given.
         error_weights: of the slopes in the error estimate, b - b̂ of an embedded method, s numbers; () where there is none.
         error_start: the weight of f(t_n, y_n) in it, where that is no stage.
         error_filter: γ, if the estimate is multiplied by (I - hγ ∂f/∂y)⁻¹ to be right for stiff equations.
@@ -38,18 +40,19 @@ class Method:
     """
 
     names: ClassVar[tuple[str, ...]] = ()
+    always_adaptive: ClassVar[bool] = False
 
     @property
-    def A(self) -> Matrix:
-        raise NotImplementedError
+    @abstractmethod
+    def A(self) -> Matrix: ...
 
     @property
     def b(self) -> tuple[float, ...]:
         return self.A[-1]
 
     @property
-    def order(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def order(self) -> int: ...
 
     @property
     def error_weights(self) -> tuple[float, ...]:
@@ -175,6 +178,7 @@ class Kvaerno5(Method):
     """Kværnø's ESDIRK 5(4) with seven stages, A. Kværnø, BIT 44 (2004). Order 5, L-stable, error estimate of order 4."""
 
     names = ("kvaerno5", "esdirk5")
+    always_adaptive = True
     _d: ClassVar[float] = 0.26
     A = (
         (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),

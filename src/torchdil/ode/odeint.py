@@ -18,7 +18,7 @@ from torchdil.ode.backprop import unrolled_grid
 from torchdil.ode.compiled import memory
 from torchdil.ode.equation import Equation, Grid, Options
 from torchdil.ode.fixed import fixed_grid
-from torchdil.ode.methods import Kvaerno5, Method, method_of
+from torchdil.ode.methods import Method, method_of
 from torchdil.ode.recompute import recomputed
 from torchdil.ode.walk import Tolerances
 from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, check_policy
@@ -165,7 +165,7 @@ def _solve(
         raise ValueError(f'checkpoint is for gradient="ift", got gradient={gradient!r}.')
     common = (solver, linear_solver, on_failure, report)
     with full_precision(equation.start):
-        if method.adaptive and not chosen.fixed and (isinstance(method, Kvaerno5) or not rtol is atol is None):
+        if method.adaptive and not chosen.fixed and (method.always_adaptive or not rtol is atol is None):
             if gradient == "backprop" or chosen.checkpoint:
                 what = "options checkpoint" if chosen.checkpoint else 'gradient="backprop"'
                 raise ValueError(f"{what} is for a fixed grid: give options step_size or substeps too.")
