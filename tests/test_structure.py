@@ -35,6 +35,7 @@ LAYERS = [
     ("check",),
     ("layers",),
     ("ode",),
+    ("control",),
     ("__init__",),
 ]
 RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}

@@ -4,6 +4,8 @@ A layer defined by a problem instead of a formula: y = argmin_u f(u; x, θ), a r
 backward pass is exact by the implicit function theorem, matrix-free, and says how right it is.
 """
 
+from torchdil import control as control
+from torchdil import ode as ode
 from torchdil.argmin import argmin as argmin
 from torchdil.attach import attach as attach
 from torchdil.check import GradientCheck as GradientCheck

@@ -55,6 +55,7 @@ class Condition:
         tensors: tensors that `residual` may depend on, as far as known; leaves are found without.
         function: what `residual` calls; its closure is searched for non-leaf tensors that are not in `tensors`.
         replay: F for derivatives of higher order, evaluated after the forward pass; None: `residual`.
+        bound: see `Operator`.
         pairs: secant pairs of the forward solver, for preconditioners.
         key: identifies the function, see `Operator`.
         argument: the name under which F, which must depend on y, was given; empty: F may be constant.
@@ -69,6 +70,7 @@ class Condition:
     tensors: tuple[Tensor, ...] = ()
     function: Any = None
     replay: Residual | None = None
+    bound: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     key: Hashable = None
     argument: str = ""
@@ -111,7 +113,7 @@ class Point:
             leaf, self.F, self._boundary, self._hidden = _evaluate(condition, y)
         primal = fwd.unpack_dual(self.F).primal if tangents_active() else self.F
         self.operator = Operator(condition.residual, y, condition.symmetric, graph=(leaf, primal), key=condition.key)
-        self.operator.watched = primal.detach()
+        self.operator.watched, self.operator.bound = primal.detach(), condition.bound
 
     @property
     def leaves(self) -> list[Tensor]:

@@ -48,6 +48,9 @@ class Operator:
         products: how many products have been made.
         pairs: secant pairs (Δy, ΔF) left by the forward solver, for preconditioners that use them.
         watched: F, (B, n), where the solve with J is to learn of J⁻¹F on the side.
+        bound: the user's function and its arguments, for linear solvers that know the structure of J; None under a `vmap` that
+            these do not take part in row by row.
+        memo: what such a solver has worked out at this point, for its next solve.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class Operator:
         self.products = 0
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.watched: Tensor | None = None
+        self.bound: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+        self.memo: dict[Hashable, Any] = {}
         self._graph = graph
         self._key = key
         self._made: dict[tuple[str, bool], Product] = {}

@@ -17,6 +17,7 @@ from torchdil.modes import transforms_active
 from torchdil.operator import Operator
 
 Call = Callable[..., Any]
+Box = tuple[Tensor, Tensor]
 
 
 class Statement(ABC):
@@ -29,6 +30,7 @@ class Statement(ABC):
     argument: ClassVar[str]  # what the user's function is called in the signature
     symmetric: ClassVar[bool]
     has_objective: ClassVar[bool] = False
+    rowwise: ClassVar[bool] = False  # whether all args are (B, ·) matrices, a row for each sample
     advice: ClassVar[str] = ""  # what to change where a solve gets stuck, if that is special
 
     def __init__(self, layout: Layout):
@@ -41,6 +43,10 @@ class Statement(ABC):
     def objective(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
         """What y minimises, (B,)."""
         raise TypeError(f"{self.name} has no objective.")
+
+    def box(self, y: Tensor) -> Box | None:
+        """Bounds that y keeps, (B, n) each, if there are any."""
+        return None
 
     def size(self, operator: Operator, y: Tensor, start: Tensor | None) -> Tensor:
         """The natural size of F at y, (B,): how much F changes when y does by its own size, or by its way from the start.
@@ -58,7 +64,8 @@ class Statement(ABC):
 
     def first_size(self, problem: Problem, start: Tensor) -> Tensor:
         """The natural size of F where a solve begins, (B,); 0 where it is not finite."""
-        size = torch.maximum(batch.norm(problem.evaluate(start)), self.size(problem.operator(start), start, None))
+        operator = problem.operator(start)
+        size = torch.maximum(batch.norm(operator.graph()[1].detach()), self.size(operator, start, None))
         return torch.where(size.isfinite(), size, 0.0)  # a solver that samples may go on from there
 
 
@@ -77,7 +84,8 @@ class Problem:
         pairs: the last secant pairs (Δy, ΔF) of the solver, (B, n) each.
         statement: what the problem states.
         bound: the user's function and its arguments, for solvers that know the structure of F and evaluate parts of it; None
-            under `vmap`.
+            under a `vmap` that these do not take part in row by row.
+        box: bounds (low, high) that y keeps, (B, n) each, or None. F is then that of `held`.
         unrolled: evaluations keep their graph, so that a solver's answer can be differentiated through its steps.
     """
 
@@ -91,6 +99,7 @@ class Problem:
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     statement: Statement | None = None
     bound: tuple[Call, tuple[Any, ...]] | None = None
+    box: Box | None = None
     unrolled: bool = False
 
     def evaluate(self, y: Tensor) -> Tensor:
@@ -106,7 +115,13 @@ class Problem:
             return F, batch.norm(F)
         with torch.set_grad_enabled(self.unrolled):
             F, value = gradient(self.objective, y, "score")
+            if self.box is not None:
+                F = held(y, F, self.box)
         return F if self.unrolled else F.detach(), value.detach()
+
+    def clip(self, y: Tensor) -> Tensor:
+        """The nearest point inside the box; `y` itself without one."""
+        return y if self.box is None else torch.clamp(y, *self.box)
 
     def argmin_only(self, solver: str) -> Callable[[Tensor], Tensor]:
         """The objective, or one sentence where there is none."""
@@ -116,7 +131,9 @@ class Problem:
 
     def operator(self, y: Tensor) -> Operator:
         """J at y."""
-        return Operator(self.residual, y, self.symmetric, key=self.key)
+        operator = Operator(self.residual, y, self.symmetric, key=self.key)
+        operator.bound = self.bound
+        return operator
 
     def remember(self, dy: Tensor, dF: Tensor) -> None:
         """A step of the solver, for preconditioners that learn from it. Samples that did not move keep the pairs they have."""
@@ -156,3 +173,19 @@ def gradient(f: Callable[[Tensor], Tensor], y: Tensor, argument: str) -> tuple[T
     if grad is None:
         raise ValueError(f"{argument} must depend on y, but its value does not change with y.")
     return grad, value
+
+
+def held(y: Tensor, grad: Tensor, box: Box) -> Tensor:
+    """What must vanish at a minimum in a box, (B, n): ∇f, but y - bound where a bound holds y back."""
+    on_low, on_high = active(y, grad, box)
+    return torch.where(on_low, y - box[0], torch.where(on_high, y - box[1], grad))
+
+
+def active(y: Tensor, grad: Tensor, box: Box) -> tuple[Tensor, Tensor]:
+    """Where y is at its low and at its high bound and ∇f drives it out, or y is outside anyway, (B, n) each."""
+    low, high = (bound.detach() for bound in box)
+    slack = torch.finfo(y.dtype).eps ** 0.5 * torch.where((high - low).isfinite(), high - low, 1.0)
+    y, grad = y.detach(), grad.detach()
+    on_low = (y < low - slack) | ((y <= low + slack) & (grad > 0))
+    on_high = (y > high + slack) | ((y >= high - slack) & (grad < 0))
+    return on_low, on_high

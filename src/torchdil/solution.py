@@ -19,6 +19,8 @@ from torch import Tensor
 
 FailurePolicy = Literal["raise", "warn", "ignore", "zero", "nan"]
 POLICIES = ("raise", "warn", "ignore", "zero", "nan")
+# How many samples a message names.
+_NAMED = 5
 
 
 class Status(IntEnum):
@@ -111,6 +113,7 @@ class Stats:
         evidence: what the backward solve knows of the errors, worked out when asked for.
         verified: whether `residual` is the true one, by a product with J, and not a recurrence's.
         advice: what to change if the solve got stuck; empty: what the status says.
+        causes: why samples failed, where the problem knows better than the status: a sentence's part and its samples, (B,).
     """
 
     method: str
@@ -126,6 +129,7 @@ class Stats:
     evidence: Evidence | None = None
     verified: bool = False
     advice: str = ""
+    causes: list[tuple[str, Tensor]] = field(default_factory=list)
 
 
 class Result(NamedTuple):
@@ -285,11 +289,24 @@ def _sentence(phase: str, outcome: Outcome, failed: Tensor) -> str:
     residual, tolerance = float(stats.residual.reshape(-1)[worst]), float(stats.tolerance.reshape(-1)[worst])
     stuck = status in (Status.max_steps, Status.stagnated, Status.breakdown, Status.not_stationary)
     advice = stats.advice if stuck and stats.advice else status.advice
+    causes = [f"{cause} ({_which(samples)})" for cause, samples in stats.causes if bool((samples & failed.reshape(-1)).any())]
+    if causes:
+        return (
+            f"The {phase} solve ({stats.method}) failed for {int(failed.sum())} of {failed.numel()} samples: "
+            f"{'; '.join(causes)}."
+        )
     return (
         f"The {phase} solve ({stats.method}) failed for {int(failed.sum())} of {failed.numel()} samples; worst: "
         f"{status.name} after {int(stats.steps.reshape(-1)[worst])} steps ({status.message}), residual {residual:.2e}, "
         f"tolerance {tolerance:.2e}. To mend it: {advice}."
     )
+
+
+def _which(samples: Tensor) -> str:
+    """The numbers of the samples in a mask, the first few of many."""
+    numbers = samples.nonzero().flatten().tolist()
+    shown = ", ".join(str(number) for number in numbers[:_NAMED]) + (", ..." if len(numbers) > _NAMED else "")
+    return f"sample{'s' if len(numbers) > 1 else ''} {shown}"
 
 
 def _user_frame() -> int:

@@ -94,6 +94,12 @@ class Setting:
     symmetric: bool | None = None
     calls: int = 0
 
+    def __post_init__(self) -> None:
+        for argument, part in (("solver", self.solver), ("linear_solver", self.linear_solver)):
+            only = getattr(part, "only", "")
+            if only not in ("", self.statement.name):
+                raise ValueError(f"{argument}={type(part).__name__}() is for a {only} only, got a {self.statement.name}.")
+
     def counted(self, function: Call) -> Call:
         """The function, its calls counted."""
 
@@ -140,6 +146,7 @@ class Setting:
         condition.tensors = tuple(t for t in pytree.tree_leaves(args) if isinstance(t, Tensor))
         condition.function = (self.function, args)
         condition.replay = lambda y: statement.residual(replay, y, args)
+        condition.bound = replay, args
         user_call = functools.partial(_bind, call, args)
         with plain_saving():
             result, point = self.find(problem, condition, start, user_call)
@@ -168,6 +175,9 @@ class Setting:
             parameters, args = pytree.tree_unflatten(full, spec)
             return self.counted(_call_with(self.function, parameters)), args
 
+        def bound(y: Tensor, *operands: Tensor) -> tuple[Call, tuple[Any, ...]] | None:
+            return bind(operands) if statement.rowwise or y.shape[0] == self.layout.samples else None
+
         def residual(y: Tensor, _: Tensor, *operands: Tensor) -> Tensor:
             call, args = bind(operands)
             return statement.residual(call, y, args)
@@ -178,7 +188,7 @@ class Setting:
 
         def solver(residual: Any, objective: Any, start: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
             problem = self.problem(lambda y: residual(y, start, *operands), lambda y: objective(y, start, *operands))
-            problem.bound = bind(operands) if start.shape[0] == self.layout.samples else None
+            problem.bound = bound(start, *operands)
             user_call = None if problem.bound is None else functools.partial(_bind, *problem.bound)
             with torch.enable_grad(), plain_saving():
                 result, _ = self.find(problem, self.condition(problem.residual, problem), start, user_call)
@@ -192,11 +202,12 @@ class Setting:
             residual,
             solver,
             objective if statement.has_objective else None,
-            rows=1,
+            rows=1 + len(operands) if statement.rowwise else 1,
             symmetric=self.is_symmetric,
             linear_solver=self.linear_solver,
             on_failure=self.on_failure,
             report=self.report,
+            bind=lambda y, _, *operands: bound(y, *operands),
         )
         return implicit(start, *operands)
 
@@ -242,6 +253,12 @@ class Setting:
             # Foreign solvers stop at tolerances of their own: ask for half the digits.
             judged = self.judge(result, point, start if solver is not None else None, batch.default_rtol(y.dtype) ** 0.5, 0.0)
             return self.curved(judged, point), point
+        box = self.statement.box(start)
+        if box is not None:
+            for part in (solver, getattr(solver, "polish", None)):
+                if part is not None and not part.keeps_bounds:
+                    raise ValueError(f"{type(part).__name__}() cannot keep bounds: use Newton() or GradientDescent().")
+            problem.box = box[0].detach(), box[1].detach()
         rtol = solver.accuracy(start.dtype)
         with no_tangents():
             size = self.statement.first_size(problem, start)
@@ -287,7 +304,8 @@ class Setting:
     def curved(self, result: Result, point: Point) -> Result:
         """The result, its status `negative_curvature` where what was found is no minimum."""
         met = result.status == Status.converged
-        if not self.statement.has_objective or isinstance(self.solver, Newton) or not bool(met.any()):  # Newton looks itself
+        looked = isinstance(self.solver, Solver) and self.solver.sees_curvature
+        if not self.statement.has_objective or looked or not bool(met.any()):
             return result
         with no_tangents():
             saddle = met & negative_curvature(point.operator)

@@ -36,6 +36,7 @@ class Implicit:
         objective: what y minimises, (y, *operands) -> (B,), or None.
         rows: how many leading operands have one row a sample, (B, ·).
         symmetric, linear_solver, on_failure, report: as in `Condition`.
+        bind: (y, *operands) -> the `bound` of an `Operator`.
     """
 
     residual: RowFunction
@@ -46,6 +47,7 @@ class Implicit:
     linear_solver: LinearSolver
     on_failure: str
     report: Report
+    bind: Callable[..., Any]
 
     def __call__(self, *operands: Tensor) -> Tensor:
         """y, differentiable in every operand under any transform."""
@@ -113,6 +115,7 @@ class _Linear:
             failed=failed[:, 0] > 0,
         )
         operator = Operator(condition.residual, at, condition.symmetric)
+        operator.bound = of.bind(at, *operands)
         if isinstance(self.parent, Implicit):
             operator.watched = operator.graph()[1].detach()
         return condition.solve(operator, rhs, transpose), failed.clone()

@@ -16,7 +16,7 @@ from torchdil.progress import Progress
 from torchdil.solution import Report, Result
 from torchdil.solve import Setting
 from torchdil.solvers.base import Solver
-from torchdil.solvers.newton import Newton
+from torchdil.solvers.newton import Newton, NewtonSteps
 
 # J of up to so many numbers is formed to solve with it exactly.
 _DENSE_LIMIT = 2**22
@@ -80,6 +80,8 @@ class Watch:
 class _Refine(Solver):
     """Newton from a known point, until rounding stops it."""
 
+    keeps_bounds = True
+
     y: Tensor | None = None
 
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
@@ -118,8 +120,8 @@ def _jumps(problem: Problem, y: Tensor) -> bool:
 
 def own_steps(setting: Setting, problem: Problem, start: Tensor, result: Result) -> Tensor | None:
     """y (B, n) with the graph of the steps that the solver itself took, if it leaves one."""
-    # The direction of Newton's method has no graph.
-    own = isinstance(setting.solver, Solver) and not isinstance(setting.solver, Newton)
+    # The directions of Newton's method have no graph.
+    own = isinstance(setting.solver, Solver) and not isinstance(setting.solver, NewtonSteps)
     if not own or int(result.stats.steps.max()) > _UNROLL_LIMIT:
         return None
     assert isinstance(setting.solver, Solver)

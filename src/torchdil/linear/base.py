@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class LinearSolver(ABC):
         preconditioner: `Jacobi()`, `Nystrom()`, `SecantMemory()` or any callable r -> M⁻¹ r on (B, n) tensors.
         product: how products with J are made: "backward", "forward", "traced" or "measure" (see `torchdil.operator`).
     """
+
+    only: ClassVar[str] = ""  # the one problem whose structure it knows; empty: any
 
     rtol: float | None = None
     atol: float = 0.0

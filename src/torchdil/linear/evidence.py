@@ -18,6 +18,7 @@ curvature of F, the others are doubled, which makes them bounds in nine cases ou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -123,6 +124,31 @@ class Factored:
 
     def _undamped(self, stats: Stats) -> Tensor:
         return self.matrix - stats.damping * torch.eye(self.matrix.shape[1], dtype=self.matrix.dtype, device=self.matrix.device)
+
+
+@dataclass
+class Structured:
+    """A direct solver that knows the structure of J, and can solve again.
+
+    Attributes:
+        solve: b -> A⁻¹ b without damping, (B, n) -> (B, n).
+        transposed: b -> A⁻ᵀ b, likewise.
+        remainder: rhs - A x without damping, (B, n).
+        watched: F, (B, n), or None.
+    """
+
+    solve: Callable[[Tensor], Tensor]
+    transposed: Callable[[Tensor], Tensor]
+    remainder: Tensor
+    watched: Tensor | None = None
+
+    def adjoint_error(self, stats: Stats) -> Tensor:
+        assert stats.norm is not None
+        error = batch.norm(self.solve(self.remainder))
+        return _relative(_DIRECT * error, stats.norm.reshape(-1))
+
+    def value_error(self, stats: Stats) -> Tensor | None:
+        return None if self.watched is None else _DIRECT * batch.norm(self.transposed(self.watched))
 
 
 @dataclass

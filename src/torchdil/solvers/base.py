@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,10 @@ class Solver(ABC):
         max_steps: the most iterations.
         verbose: print a table that grows by one line a step.
     """
+
+    keeps_bounds: ClassVar[bool] = False  # whether it can solve an argmin in a box
+    only: ClassVar[str] = ""  # the one problem whose structure it knows; empty: any
+    sees_curvature: ClassVar[bool] = False  # whether it finds out itself that what it found is no minimum
 
     rtol: float | None = None
     atol: float = 0.0

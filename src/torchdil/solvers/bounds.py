@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchdil.batch import Layout
-
-Box = tuple[Tensor, Tensor]
+from torchdil.problem import Box as Box
 
 
 def clip(y: Tensor, box: Box | None) -> Tensor:
@@ -18,15 +17,16 @@ def clip(y: Tensor, box: Box | None) -> Tensor:
     return y if box is None else torch.clamp(y, box[0], box[1])
 
 
-def check_bounds(bounds: Any) -> None:
-    """Raise one sentence unless `bounds` is (low, high), finite, with low < high."""
+def check_bounds(bounds: Any, finite: bool = True) -> None:
+    """Raise one sentence unless `bounds` is (low, high) with low < high, and finite or at least numbers."""
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
         raise TypeError(f"bounds must be None or a pair (low, high), got {bounds!r}.")
     for leaf in pytree.tree_leaves(bounds):
         if not isinstance(leaf, (int, float, Tensor)):
             raise TypeError(f"bounds must hold numbers or tensors, got {type(leaf).__name__}.")
-        if not bool(torch.as_tensor(leaf).isfinite().all()):
-            raise ValueError(f"bounds must be finite, got {leaf!r}.")
+        number = torch.as_tensor(leaf)
+        if not bool((number.isfinite() if finite else ~number.isnan()).all()):
+            raise ValueError(f"bounds must be {'finite' if finite else 'numbers'}, got {leaf!r}.")
     spec = max((pytree.tree_structure(bound) for bound in bounds), key=lambda spec: spec.num_leaves)
     low, high = (_leaves(bound, spec) for bound in bounds)
     if not all(bool(torch.all(torch.as_tensor(a) < torch.as_tensor(b))) for a, b in zip(low, high, strict=True)):
@@ -66,7 +66,7 @@ def _like_unknown(bound: Any, layout: Layout, y: Tensor) -> Any:
     for leaf, shape in zip(_leaves(bound, layout.spec), layout.shapes, strict=True):
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.device != y.device:
             raise ValueError(f"bounds must be on the device of y0 ({y.device}), got a tensor on {leaf.device}.")
-        leaf, shape = torch.as_tensor(leaf, dtype=y.dtype, device=y.device).detach(), layout.batch_shape + shape
+        leaf, shape = torch.as_tensor(leaf, dtype=y.dtype, device=y.device), layout.batch_shape + shape
         try:
             expanded.append(leaf.expand(shape))
         except RuntimeError as error:

@@ -37,6 +37,8 @@ class GradientDescent(Solver):
     """
 
     max_steps: int = 10_000
+    keeps_bounds = True
+
     step_size: float | None = None
     momentum: float = 0.0
     nesterov: bool = False

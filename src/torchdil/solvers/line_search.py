@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ class Iterate(NamedTuple):
 
     @staticmethod
     def at(problem: Problem, y: Tensor) -> Iterate:
+        """At y, or where the problem's bounds stop it."""
+        y = problem.clip(y)
         return Iterate(y, *problem.measure(y))
 
     def where(self, mask: Tensor, other: Iterate) -> Iterate:
@@ -53,6 +56,7 @@ def search(
     running: Tensor,
     curvature: float | None = None,
     highest: Tensor | None = None,
+    path: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Iterate, Tensor]:
     """Change each sample's step until the merit falls enough (Armijo); returns the new iterates and which samples moved.
 
@@ -61,6 +65,8 @@ def search(
 
     With `highest`, (B,), the merit must fall enough below that only, not below the start's: a step that is good in the long run
     may raise it for once (Grippo, Lampariello and Lucidi 1986).
+
+    With `path`, (B,) -> (B, n), the way is not straight: it leaves the start in the direction given.
 
     Close to a minimum the objective is flat to rounding long before its gradient is zero. A change that rounding may have made
     is accepted if ‖F‖ and the slope fall instead (the approximate Wolfe condition of Hager and Zhang 2005).
@@ -76,9 +82,14 @@ def search(
     allowed = torch.zeros_like(step) if highest is None else (highest - start.merit).clamp_min(0)
     for number in range(_MAX_TRIALS):
         # Samples that are done are evaluated where they are: elsewhere the function may not even exist.
-        trial = Iterate.at(problem, batch.select(open_, start.y + batch.scale(step, direction), start.y))
+        ahead = start.y + batch.scale(step, direction) if path is None else path(step)
+        trial = Iterate.at(problem, batch.select(open_, ahead, start.y))
         change = (trial.merit - start.merit).detach()
-        enough = change <= allowed + _SUFFICIENT * step * slope
+        # In a box the way bends: what the slope promises is that of the step as it was made.
+        promised = step * slope
+        if problem.box is not None:
+            promised = batch.dot(start.F, trial.y - start.y).detach().clamp_max(0)
+        enough = change <= allowed + _SUFFICIENT * promised
         flat = ((change <= noise) | unseen) & (batch.norm(trial.F) < F_norm)
         if is_argmin:
             slope_now = batch.dot(trial.F, direction).detach()

@@ -7,7 +7,10 @@ solution whose Hessian has a negative eigenvalue, a saddle or a maximum, is repo
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +29,62 @@ from torchdil.solvers.line_search import Iterate, search
 _INNER_RTOL = 1e-4
 
 
+class Direction(NamedTuple):
+    """Where Newton's method goes.
+
+    Attributes:
+        d: with J d ≈ -F, downhill for an argmin, (B, n).
+        saddle: where J was seen not to be positive definite, (B,).
+        path: how far along the way (B,) -> the point there (B, n), if that is not y + t d.
+    """
+
+    d: Tensor
+    saddle: Tensor
+    path: Callable[[Tensor], Tensor] | None = None
+
+
+class NewtonSteps(Solver):
+    """The iteration, whatever the direction comes from."""
+
+    keeps_bounds, sees_curvature = True, True
+
+    def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
+        now = Iterate.at(problem, y0)
+        progress = self.progress(problem, now.F, tolerance, 50, now.merit)
+        step = torch.ones_like(tolerance)
+        indefinite = torch.zeros_like(progress.running)
+        while not progress.finished():
+            direction, saddle, path = self._direction(problem, now)
+            indefinite = torch.where(progress.running, saddle, indefinite)
+            new, moved = search(problem, now, direction, step, progress.running, path=path)
+            progress.stop(~moved, Status.stagnated)
+            problem.remember(new.y - now.y, new.F - now.F)
+            now = new
+            progress.advance(batch.norm(now.F), now.merit)
+        result = self.result(now.y, progress)
+        # A factorisation shows the curvature in every direction, a Krylov solve along its own only: where unsure, look.
+        certain = (progress.steps > 0) & ~indefinite if self._factorises(now.y) else torch.zeros_like(indefinite)
+        suspect = (result.status == Status.converged) & ~certain
+        if problem.objective is None or not bool(suspect.any()):
+            return result
+        saddle = suspect & self._curved(problem, now.y)
+        return result._replace(status=torch.where(saddle, int(Status.negative_curvature), result.status))
+
+    def _curved(self, problem: Problem, y: Tensor) -> Tensor:
+        """Which samples have negative curvature at y, (B,)."""
+        return negative_curvature(problem.operator(y))
+
+    @abstractmethod
+    def _factorises(self, y: Tensor) -> bool:
+        """Whether the direction is of a factorisation, which shows the curvature in every direction."""
+
+    @abstractmethod
+    def _direction(self, problem: Problem, now: Iterate) -> Direction:
+        """Where to go from here."""
+
+
 @dataclass(frozen=True)
-class Newton(Solver):
+class Newton(NewtonSteps):
     """Damped Newton, dense for small unknowns, else matrix-free.
 
     Attributes:
@@ -46,45 +103,22 @@ class Newton(Solver):
         if self.linear_solver is not None and not isinstance(self.linear_solver, LinearSolver):
             raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {self.linear_solver!r}.")
 
-    def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
-        now = Iterate.at(problem, y0)
-        progress = self.progress(problem, now.F, tolerance, 50, now.merit)
-        step = torch.ones_like(tolerance)
-        indefinite = torch.zeros_like(progress.running)
-        while not progress.finished():
-            direction, saddle = self._direction(problem, now)
-            indefinite = torch.where(progress.running, saddle, indefinite)
-            new, moved = search(problem, now, direction, step, progress.running)
-            progress.stop(~moved, Status.stagnated)
-            problem.remember(new.y - now.y, new.F - now.F)
-            now = new
-            progress.advance(batch.norm(now.F), now.merit)
-        result = self.result(now.y, progress)
-        # A factorisation shows the curvature in every direction, a Krylov solve along its own only: where unsure, look.
-        certain = (progress.steps > 0) & ~indefinite if self._factorises(now.y) else torch.zeros_like(indefinite)
-        suspect = (result.status == Status.converged) & ~certain
-        if problem.objective is None or not bool(suspect.any()):
-            return result
-        saddle = suspect & negative_curvature(problem.operator(now.y))
-        return result._replace(status=torch.where(saddle, int(Status.negative_curvature), result.status))
-
     def _factorises(self, y: Tensor) -> bool:
         return self.linear_solver is None and direct_pays(*y.shape)
 
-    def _direction(self, problem: Problem, now: Iterate) -> tuple[Tensor, Tensor]:
-        """d with J d ≈ -F, downhill for an argmin; and where J was seen not to be positive definite."""
+    def _direction(self, problem: Problem, now: Iterate) -> Direction:
         operator, is_argmin = problem.operator(now.y), problem.objective is not None
         if is_argmin and self._factorises(now.y):
-            return _downhill(operator, now.F)
+            return Direction(*_downhill(operator, now.F))
         krylov = CG(rtol=_INNER_RTOL) if is_argmin else GMRES(rtol=_INNER_RTOL)
         solver = self.linear_solver or (Dense() if self._factorises(now.y) else krylov)
         with torch.no_grad():
             direction, status, _ = solver.solve(operator, -now.F)
         saddle = status == Status.negative_curvature
         if not is_argmin:
-            return direction, torch.zeros_like(saddle)
+            return Direction(direction, torch.zeros_like(saddle))
         uphill = ~(batch.dot(direction, now.F) < 0)
-        return batch.select(uphill, -now.F, direction), saddle
+        return Direction(batch.select(uphill, -now.F, direction), saddle)
 
 
 def _downhill(operator: Operator, F: Tensor) -> tuple[Tensor, Tensor]:

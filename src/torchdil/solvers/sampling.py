@@ -37,6 +37,8 @@ _GRID = 2**26
 class _Sampling(Solver):
     """Base of the solvers that sample; `RandomShooting` says what the fields are."""
 
+    keeps_bounds = True
+
     max_steps: int = 100
     bounds: tuple[Any, Any] | None = field(default=None, compare=False)
     particles: int = 1000
@@ -65,7 +67,7 @@ class _Sampling(Solver):
 
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
         objective = problem.argmin_only(type(self).__name__)
-        box = None if self.bounds is None else rows_of(self.bounds, problem.layout or Layout.of(y0, 1), y0)
+        box = self._rows(problem, y0)
         start = clip(y0, box)
         F_start, first = problem.measure(start)
         scorer = _Scorer(objective)
@@ -84,11 +86,17 @@ class _Sampling(Solver):
     def resume(self, problem: Problem, y: Tensor, tolerance: Tensor) -> Result:
         if self.polish is None:
             return self.solve(problem, y, tolerance)
-        box = None if self.bounds is None else rows_of(self.bounds, problem.layout or Layout.of(y, 1), y)
+        box = self._rows(problem, y)
         F, score = problem.measure(y)
         residual = batch.norm(F)
         stats = Stats(type(self).__name__, torch.zeros_like(residual, dtype=torch.long), residual, tolerance)
         return self._polished(problem, Result(y, stats.steps, stats), score, y, box)
+
+    def _rows(self, problem: Problem, y: Tensor) -> Box | None:
+        if self.bounds is None:
+            return None
+        low, high = rows_of(self.bounds, problem.layout or Layout.of(y, 1), y)
+        return low.detach(), high.detach()
 
     def _search(
         self, problem: Problem, scorer: _Scorer, start: Tensor, first: Tensor, box: Box | None

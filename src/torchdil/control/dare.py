@@ -1,0 +1,307 @@
+"""The discrete algebraic Riccati equation as an implicit layer.
+
+    F(S) = S - Mᵀ S M - Kᵀ R K - Q = 0,      K = (R + Bᵀ S B)⁻¹ Bᵀ S A,      M = A - B K,
+
+which is S = Aᵀ S A - Aᵀ S B K + Q in a form that loses no digits where S is much larger than Q. The stabilising S, for which M
+has all eigenvalues inside the unit circle, is found for all samples together by structure-preserving doubling (Chu, Fan, Lin
+and Wang 2004), by SciPy where that cannot be; the theorem of the core gives the gradient, `Stein` solves its linear systems.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.linalg import LinAlgError, solve_discrete_are
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.batch import Layout
+from torchdil.control.diagnosis import causes, is_positive
+from torchdil.control.shapes import broadcast, check_like, check_size, states_and_controls, symmetric
+from torchdil.control.stein import Loop, Stein, closed_loop, matrices
+from torchdil.linear import LinearSolver
+from torchdil.modes import eager, full_precision
+from torchdil.operator import Operator
+from torchdil.problem import Call, Problem, Statement
+from torchdil.solution import FailurePolicy, Report, Result, Stats, Status, check_policy
+from torchdil.solve import Setting
+from torchdil.solvers.base import Solver
+
+# Doublings after which a closed loop cannot be told from one on the unit circle, and those between two looks at the samples on
+# an accelerator, where each look is a synchronisation.
+_MOST_DOUBLINGS = 32
+_LOOK_EVERY = 3
+# Steps of Newton that refine an answer which is not good enough.
+_REFINEMENTS = 3
+# How many roundings F may be off, but not more than this part of its natural size: such an F would say nothing of S. Over random
+# systems (2 to 20 states, S / Q from 1 to 1e12) F at the exact S, in either precision, is 0.1 to 5 of the roundings below.
+_ROUNDINGS = 4.0
+_MOST_LOST = 0.1
+
+
+class RiccatiEquation(Statement):
+    """F of the discrete algebraic Riccati equation; the unknown is S, row by row, `args` are the rows of A, B, Q and R.
+
+    Args:
+        batch_shape: the leading axes.
+        n: states.
+        guarded: F of a sample whose numbers are no good has no derivatives: zero times infinity would be NaN.
+    """
+
+    name, argument, symmetric, rowwise = "dare", "A, B, Q, R", False, True
+    advice = "scale the states and controls alike, or use float64"
+
+    def __init__(self, batch_shape: torch.Size, n: int, guarded: bool):
+        super().__init__(Layout.of(torch.empty((*batch_shape, n, n), device="meta"), len(batch_shape)))
+        self.guarded = guarded
+
+    def residual(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
+        S, A, B, Q, R = matrices(y, args)
+        if self.guarded:
+            with torch.no_grad():
+                good = batch.finite(call(S, A, B, Q, R).detach().flatten(1))[:, None, None]
+            A, B, Q = (torch.where(good, t, 0.0) for t in (A, B, Q))
+            R = torch.where(good, R, torch.eye(R.shape[1], dtype=R.dtype, device=R.device))
+        return call(S, A, B, Q, R).flatten(1)
+
+    def size(self, operator: Operator, y: Tensor, start: Tensor | None) -> Tensor:
+        # An S that is much larger than Q leaves more roundings in F than a tolerance relative to J S has room for: those of S
+        # itself, and those of M, a small difference of A and B K, in Mᵀ S M.
+        change, rounding = super().size(operator, y, start), batch.norm(y)
+        if operator.bound is not None:
+            S, A, B, _, R = matrices(y, operator.bound[1])
+            M, K = closed_loop(S, A, B, R)
+            lost = batch.norm(A.flatten(1)) + batch.norm(torch.bmm(B, K).flatten(1))
+            rounding = rounding + batch.norm(torch.bmm(S, M).flatten(1)) * lost
+        rtol = batch.default_rtol(y.dtype)
+        rounding = _ROUNDINGS * torch.finfo(y.dtype).eps / rtol * rounding
+        return torch.maximum(change, torch.minimum(rounding, _MOST_LOST / rtol * change))
+
+    def quick_size(self, y: Tensor, start: Tensor | None) -> Tensor | None:
+        return None if start is None else batch.norm(start)  # J S = Q + Kᵀ R K, and S starts as Q
+
+    def first_size(self, problem: Problem, start: Tensor) -> Tensor:
+        return batch.norm(start)
+
+
+def riccati_residual(S: Tensor, A: Tensor, B: Tensor, Q: Tensor, R: Tensor) -> Tensor:
+    """F(S), (B, n, n)."""
+    M, K = closed_loop(S, A, B, R)
+    F = torch.baddbmm(S - Q, M.mT, torch.bmm(S, M), alpha=-1)
+    return torch.baddbmm(F, K.mT, torch.bmm(R, K), alpha=-1)
+
+
+@dataclass(frozen=True)
+class Doubling(Solver):
+    """Finds the stabilising S: doubling for batches and on accelerators, SciPy for one system and for what doubling cannot do.
+
+    A sample without a stabilising S gets NaN, and its cause. An answer that is not good enough is refined by Newton's method.
+    """
+
+    max_steps: int = _MOST_DOUBLINGS
+
+    def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
+        with torch.no_grad():
+            _, A, B, Q, R = matrices(y0, _arguments(problem))
+            positive, L = is_positive(R)
+            alone = len(A) == 1 and A.device.type == "cpu"
+            steps = torch.zeros_like(tolerance, dtype=torch.long)
+            S, found = torch.full_like(Q, torch.nan), torch.zeros_like(positive)
+            if not alone:
+                V = torch.linalg.solve_triangular(L, B.mT, upper=False)
+                S, found, steps = doubled(A, torch.bmm(V.mT, V), Q, self.max_steps)
+                found = found & positive
+            why: list[tuple[str, Tensor]] = []
+            if alone or not bool(found.all()):
+                S, found = _by_scipy(S, found, positive, A, B, Q, R)
+                why = causes(A, B, Q, R, ~found)
+                S = torch.where(found[:, None, None], S, torch.nan)
+        zeros = torch.zeros_like(tolerance)
+        stats = Stats("SciPy" if alone else "Doubling", steps, zeros, tolerance, causes=why)
+        return Result(S.flatten(1), torch.where(found, int(Status.converged), int(Status.non_finite)), stats)
+
+    def resume(self, problem: Problem, y: Tensor, tolerance: Tensor) -> Result:
+        """Newton's method, and SciPy where that does not help."""
+        with torch.no_grad():
+            _, A, B, Q, R = matrices(y, _arguments(problem))
+            S = y.reshape(A.shape)
+            F = riccati_residual(S, A, B, Q, R)
+            steps = torch.zeros_like(tolerance, dtype=torch.long)
+            for _ in range(_REFINEMENTS):
+                over = batch.norm(F.flatten(1)) > tolerance
+                if not bool(over.any()):
+                    break
+                D, stable, _ = Loop(closed_loop(S, A, B, R)[0]).solve(F)
+                S, F, better = _better(S, F, symmetric(S - D), over & stable, A, B, Q, R)
+                steps = steps + better
+            over = batch.norm(F.flatten(1)) > tolerance
+            if bool(over.any()):
+                other, found = _by_scipy(S, ~over, over, A, B, Q, R)
+                S, F, _ = _better(S, F, other, over & found, A, B, Q, R)
+        stats = Stats("Doubling, then Newton", steps, batch.norm(F.flatten(1)), tolerance)
+        return Result(S.flatten(1), torch.full_like(steps, int(Status.converged)), stats)
+
+
+def doubled(A: Tensor, G: Tensor, H: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The stabilising solution of S = Aᵀ S (I + G S)⁻¹ A + H, with the samples that it was found for and their steps.
+
+    With W = I + G H a step is A ← A W⁻¹ A, G ← G + A W⁻¹ G Aᵀ, H ← H + Aᵀ H W⁻¹ A. A goes to zero quadratically and H to S if
+    there is a stabilising solution; then, and only then, do G and H converge with A to zero. G and H are symmetric.
+    """
+    n, every = A.shape[1], 1 if A.device.type == "cpu" else _LOOK_EVERY
+    eps, eye = torch.finfo(A.dtype).eps, torch.eye(n, dtype=A.dtype, device=A.device)
+    S, found = torch.full_like(H, torch.nan), torch.zeros_like(A[:, 0, 0], dtype=torch.bool)
+    steps, running = torch.full_like(found, most, dtype=torch.long), torch.arange(len(A), device=A.device)
+    pair = torch.cat((A, G), dim=2)
+    for step in range(1, most + 1):
+        A, G = pair.split(n, dim=2)
+        X, _ = torch.linalg.solve_ex(torch.baddbmm(eye, G, H), pair)
+        pair = torch.bmm(A, X)
+        pair[:, :, n:] = torch.baddbmm(G, pair[:, :, n:], A.mT)
+        change = torch.bmm(A.mT, torch.bmm(H, X[:, :, :n]))
+        H = H + change
+        if step % every and step < most:
+            continue
+        moved, size, left = (batch.norm(t.flatten(1)) for t in (change, H, pair[:, :, :n]))
+        # The next change would be the square of this one, relatively.
+        done = (moved <= eps**0.5 * size) & (left <= eps**0.25)
+        ended = done | ~torch.isfinite(size + left)
+        if not bool(ended.any()):
+            continue
+        S[running] = torch.where(ended[:, None, None], H, S[running])
+        found[running], steps[running] = done, step
+        if bool(ended.all()):
+            break
+        running, pair, H = (t[~ended] for t in (running, pair, H))
+    return symmetric(S), found, steps
+
+
+def _by_scipy(S: Tensor, found: Tensor, usable: Tensor, A: Tensor, B: Tensor, Q: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
+    """S and `found` with the samples added that SciPy can do, one by one, of those that are usable."""
+    usable = usable & ~found
+    for t in (A, B, Q, R):
+        usable = usable & batch.finite(t.flatten(1))
+    S, found = S.clone(), found.clone()
+    for i in usable.nonzero().flatten().tolist():
+        one = _stabilising(*(t[i].double().cpu().numpy() for t in (A, B, Q, R)))
+        if one is not None:
+            S[i], found[i] = torch.as_tensor(one), True
+    return S, found
+
+
+def _stabilising(A: NDArray[Any], B: NDArray[Any], Q: NDArray[Any], R: NDArray[Any]) -> NDArray[Any] | None:
+    try:
+        S = solve_discrete_are(A, B, Q, R)
+    except (LinAlgError, ValueError):
+        return None
+    M = A - B @ np.linalg.solve(R + B.T @ S @ B, B.T @ S @ A)
+    # A double eigenvalue on the unit circle is seen that far from it.
+    inside = np.isfinite(M).all() and np.abs(np.linalg.eigvals(M)).max() < 1 - 4 * np.finfo(float).eps ** 0.5
+    return 0.5 * (S + S.T) if inside else None
+
+
+def _better(S: Tensor, F: Tensor, new: Tensor, mask: Tensor, *matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """S and F, replaced by the new ones in `mask` where F gets smaller; and where it does."""
+    F_new = riccati_residual(new, *matrices)
+    better = mask & (batch.norm(F_new.flatten(1)) < batch.norm(F.flatten(1)))
+    chosen = better[:, None, None]
+    return torch.where(chosen, new, S), torch.where(chosen, F_new, F), better
+
+
+def _arguments(problem: Problem) -> tuple[Tensor, ...]:
+    assert problem.bound is not None  # the statement is rowwise
+    return tuple(t.detach() for t in problem.bound[1])
+
+
+@eager
+def dare(
+    A: Tensor,
+    B: Tensor,
+    Q: Tensor,
+    R: Tensor,
+    *,
+    linear_solver: LinearSolver | None = None,
+    on_failure: FailurePolicy = "warn",
+) -> Tensor:
+    """The stabilising solution S of the discrete algebraic Riccati equation, differentiable in all four matrices.
+
+    S = Aᵀ S A - Aᵀ S B (R + Bᵀ S B)⁻¹ Bᵀ S A + Q: x₀ᵀ S x₀ is the least of Σ xᵀQx + uᵀRu over all u, where x' = A x + B u. Of Q
+    and R only the symmetric parts matter. Leading axes number independent systems and broadcast.
+
+    Args:
+        A: dynamics, (*batch, n, n).
+        B: effect of the controls, (*batch, n, m).
+        Q: cost of the states, (*batch, n, n).
+        R: cost of the controls, positive definite, (*batch, m, m).
+        linear_solver: solves Jᵀ g = v in the backward pass. Default: `Stein()`, O(n³); `CG()` and `Dense()` are the paper's.
+        on_failure: "raise", "warn" or "ignore", or "zero" / "nan" for the gradient of the systems that failed. Their S is NaN.
+
+    Returns:
+        S, (*batch, n, n), symmetric.
+
+    Example:
+        >>> A = torch.tensor([[1.0, 0.1], [0.0, 1.0]], requires_grad=True)
+        >>> S = dil.control.dare(A, torch.tensor([[0.0], [0.1]]), torch.eye(2), torch.eye(1))
+        >>> S.trace().backward()
+    """
+    A, B, Q, R = _checked(A, B, Q, R)
+    check_policy(on_failure)
+    if linear_solver is not None and not isinstance(linear_solver, LinearSolver):
+        raise TypeError(f"linear_solver must be a torchdil linear solver such as Stein(), got {linear_solver!r}.")
+    shape, n = A.shape[:-2], A.shape[-1]
+    statement = RiccatiEquation(shape, n, on_failure == "zero")
+    Q, R = symmetric(Q), symmetric(R)
+    rows = tuple(t.reshape(shape.numel(), t.shape[-2] * t.shape[-1]) for t in (A, B, Q, R))
+    setting = Setting(statement, riccati_residual, Doubling(), linear_solver or Stein(), on_failure, Report(shape))
+    start = Q.detach().nan_to_num(0.0, 0.0, 0.0)
+    return setting.attached(start, rows).reshape(*shape, n, n)
+
+
+@eager
+def dlqr(
+    A: Tensor,
+    B: Tensor,
+    Q: Tensor,
+    R: Tensor,
+    *,
+    linear_solver: LinearSolver | None = None,
+    on_failure: FailurePolicy = "warn",
+) -> Tensor:
+    """The gain K of the optimal feedback u = -K x of an infinite horizon, differentiable in all four matrices.
+
+    K = (R + Bᵀ S B)⁻¹ Bᵀ S A with S from `dare`, whose arguments these are.
+
+    Returns:
+        K, (*batch, m, n).
+
+    Example:
+        >>> K = dil.control.dlqr(A, B, Q, R)
+        >>> u = -(K @ x.unsqueeze(-1)).squeeze(-1)
+    """
+    S = dare(A, B, Q, R, linear_solver=linear_solver, on_failure=on_failure)
+    A, B, _, R = _checked(A, B, Q, R)
+    with full_precision(A):
+        R, lost = symmetric(R), ~torch.isfinite(S.detach()).all(dim=-1).all(dim=-1)[..., None, None]
+        if on_failure == "zero":  # K is NaN there, but its derivatives must not be
+            S, A, B = (torch.where(lost, 0.0, t) for t in (S, A, B))
+            R = torch.where(lost, torch.eye(R.shape[-1]).to(R), R)
+        BS = B.mT @ S
+        K = torch.linalg.solve_ex(R + BS @ B, BS @ A)[0]
+        return torch.where(lost, torch.nan, K) if on_failure == "zero" else K
+
+
+def _checked(A: Tensor, B: Tensor, Q: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The matrices with equal leading axes, or one sentence on what is wrong with them."""
+    given = {"A": A, "B": B, "Q": Q, "R": R}
+    for name, t in given.items():
+        check_like(name, t, A, 2)
+    n, m = states_and_controls(B)
+    shape = torch.Size(())
+    for name, t in given.items():
+        check_size(name, t, n, m, m if name == "R" else n, m if name in ("B", "R") else n)
+        shape = broadcast(name, shape, t.shape[:-2])
+    return A.expand(*shape, n, n), B.expand(*shape, n, m), Q.expand(*shape, n, n), R.expand(*shape, m, m)

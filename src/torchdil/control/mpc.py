@@ -1,0 +1,234 @@
+"""Model predictive control as a layer: plan over a horizon, apply the first control, look again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchdil.arguments import check_unknown
+from torchdil.batch import Layout
+from torchdil.control.ddp import DDP
+from torchdil.control.plan import Cost, Dynamics, Plan, Planning, Terminal
+from torchdil.control.riccati import Riccati
+from torchdil.linear.base import LinearSolver
+from torchdil.modes import eager, observed_by, transforms_active
+from torchdil.solution import FailurePolicy, Report, check_policy
+from torchdil.solve import Setting
+from torchdil.solvers.base import Solver
+from torchdil.solvers.bounds import check_bounds, rows_of
+from torchdil.solvers.sampling import CEM, MPPI, RandomShooting
+
+
+class Rollout(NamedTuple):
+    """A closed loop.
+
+    Attributes:
+        states: x_0 .. x_T, (B, T+1, n).
+        controls: u_0 .. u_{T-1}, (B, T, m).
+    """
+
+    states: Tensor
+    controls: Tensor
+
+
+class MPC(nn.Module):
+    """u = argmin Σ_{t<H} c(x_t, u_t) + c_f(x_H) with x_{t+1} = h(x_t, u_t), x_0 = x_obs, as a layer.
+
+    Gradients reach x_obs, the parameters of dynamics and cost and whatever else these use; a control that presses against a
+    bound stays there. `mpc(x_obs)` gives the plan, `mpc.act(x_obs)` its first control, `mpc.rollout(...)` a closed loop.
+    `mpc.report` tells how the last plan was found, and how far it is from stationary if the solver does not polish.
+
+    Args:
+        dynamics: h(x, u) -> the next x, (B, n), (B, m) -> (B, n); an `nn.Module` or any callable.
+        cost: c(x, u) -> (B,).
+        horizon: H, how many controls to plan; `mpc.horizon` may be changed between calls.
+        control_dim: m.
+        terminal: c_f(x) -> (B,), the cost of the last state. Default: c(x, 0).
+        bounds: (low, high) of the controls: numbers, or tensors that broadcast to (B, H, m); infinite where there is none.
+        solver: finds the plan: `DDP()` (default), `Newton()`, `GradientDescent()`, a sampling planner such as
+            `RandomShooting(polish=DDP())`, or without bounds any other solver of an argmin.
+        linear_solver: for the backward pass. Default: `Riccati()`.
+        on_failure: "raise", "warn" or "ignore", or "zero" / "nan" for the gradient of the samples that failed.
+
+    Attributes:
+        report: the `Report` of the last call.
+
+    Example:
+        >>> mpc = dil.control.MPC(dynamics, cost, horizon=10, control_dim=1, bounds=(-1.0, 1.0))
+        >>> u = mpc(x_obs)  # (B, 10, 1)
+        >>> states, controls = mpc.rollout(true_dynamics, x_obs, steps=40)
+    """
+
+    def __init__(
+        self,
+        dynamics: Dynamics,
+        cost: Cost,
+        horizon: int,
+        control_dim: int,
+        *,
+        terminal: Terminal | None = None,
+        bounds: tuple[Any, Any] | None = None,
+        solver: Solver | Any = None,
+        linear_solver: LinearSolver | None = None,
+        on_failure: FailurePolicy = "warn",
+    ):
+        super().__init__()
+        for name, function in (("dynamics", dynamics), ("cost", cost), ("terminal", terminal)):
+            if not callable(function) and not (name == "terminal" and function is None):
+                raise TypeError(f"{name} must be callable, got {type(function).__name__}.")
+        for name, number in (("horizon", horizon), ("control_dim", control_dim)):
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {number!r}.")
+        if isinstance(solver, type) or not (solver is None or isinstance(solver, Solver) or callable(solver)):
+            raise TypeError(f"solver must be a torchdil solver such as DDP() or a callable (fn, u0) -> u, got {solver!r}.")
+        if linear_solver is not None and not isinstance(linear_solver, LinearSolver):
+            raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {linear_solver!r}.")
+        if bounds is not None:
+            check_bounds(bounds, finite=False)
+        check_policy(on_failure)
+        self.dynamics, self.cost, self.terminal = dynamics, cost, terminal
+        self.horizon, self.control_dim, self.bounds = horizon, control_dim, bounds
+        self.solver, self.linear_solver = solver, linear_solver
+        self.on_failure: FailurePolicy = on_failure
+        self.report: Report | None = None
+        self._last: Tensor | None = None
+
+    @eager
+    def forward(self, x_obs: Tensor, u0: Tensor | None = None) -> Tensor:
+        """The plan.
+
+        Args:
+            x_obs: where the system is, (B, n), or (n,) for one system.
+            u0: where the solver starts, (B, H, m), or (H, m); default: zero, or the middle of bounds that exclude it.
+
+        Returns:
+            The controls, (B, H, m), or (H, m), attached to the graph.
+        """
+        _check_state(x_obs)
+        single = x_obs.dim() == 1
+        x = x_obs.unsqueeze(0) if single else x_obs
+        start = self._cold(x) if u0 is None else self._checked(u0.unsqueeze(0) if single else u0, x)
+        plan = Plan(self.dynamics, self.cost, self.terminal, (self.horizon, self.control_dim), self.bounds)
+        _check_functions(plan, x, start)
+        layout = Layout.of(start, 1)
+        report = Report(torch.Size(()) if single else layout.batch_shape)
+        linear_solver = Riccati() if self.linear_solver is None else self.linear_solver
+        setting = Setting(Planning(layout, self.bounds), plan, self._planner(), linear_solver, self.on_failure, report)
+        u = layout.unravel(setting.attached(start, (x,)))
+        self.report = setting.report
+        return u[0] if single else u
+
+    def act(self, x_obs: Tensor) -> Tensor:
+        """The first control of a plan that starts from the last one, shifted by a step: (B, m), or (m,), attached.
+
+        `reset()` forgets the last plan; one of another shape is not used.
+        """
+        _check_state(x_obs)
+        start, single = self._shifted(x_obs), x_obs.dim() == 1
+        u = self(x_obs, start)
+        if not transforms_active():  # a transform's tensors end with it
+            last = u.detach().unsqueeze(0) if single else u.detach()
+            self._last = torch.where(last.isfinite().all(dim=2, keepdim=True), last, self._cold(last))
+        return u[0] if single else u[:, 0]
+
+    def reset(self) -> None:
+        """Forget the last plan."""
+        self._last = None
+
+    def rollout(self, true_dynamics: Dynamics, x0: Tensor, steps: int, *, warm_start: bool = True) -> Rollout:
+        """A closed loop: observe, plan, apply the first control to the true system.
+
+        Args:
+            true_dynamics: (x, u) -> the next x, (B, n), (B, m) -> (B, n).
+            x0: where the system starts, (B, n), or (n,).
+            steps: how many controls to apply.
+            warm_start: start each plan from the last one, shifted; else all of them anew.
+
+        Returns:
+            A `Rollout`, attached to the graph of every plan.
+        """
+        if not callable(true_dynamics):
+            raise TypeError(f"true_dynamics must be callable, got {type(true_dynamics).__name__}.")
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
+        _check_state(x0)
+        self.reset()
+        single = x0.dim() == 1
+        states, controls = [x0.unsqueeze(0) if single else x0], []
+        for _ in range(steps):
+            controls.append(self.act(states[-1]) if warm_start else self(states[-1])[:, 0])
+            states.append(true_dynamics(states[-1], controls[-1]))
+        trajectory = Rollout(torch.stack(states, dim=1), torch.stack(controls, dim=1))
+        return Rollout(trajectory.states[0], trajectory.controls[0]) if single else trajectory
+
+    def _planner(self) -> Any:
+        """The solver with the bounds of the controls where it needs them itself."""
+        solver = DDP() if self.solver is None else self.solver
+        if isinstance(solver, (RandomShooting, CEM, MPPI)) and solver.bounds is None and self.bounds is not None:
+            return replace(solver, bounds=self.bounds)
+        return solver
+
+    def _cold(self, x: Tensor) -> Tensor:
+        """Zero controls, (B, H, m), or the point of the box that is nearest to zero."""
+        start = torch.zeros(x.shape[0], self.horizon, self.control_dim, dtype=x.dtype, device=x.device)
+        if self.bounds is None:
+            return start
+        low, high = rows_of(self.bounds, Layout.of(start, 1), start.flatten(1))
+        return start.clamp(low.detach().view_as(start), high.detach().view_as(start))
+
+    def _shifted(self, x_obs: Tensor) -> Tensor | None:
+        """The last plan a step later, its last control twice; None: there is none that fits."""
+        last, samples = self._last, 1 if x_obs.dim() == 1 else x_obs.shape[0]
+        if last is None or last.shape != (samples, self.horizon, self.control_dim):
+            return None
+        if last.dtype != x_obs.dtype or last.device != x_obs.device:
+            return None
+        shifted = torch.cat((last[:, 1:], last[:, -1:]), dim=1)
+        return shifted[0] if x_obs.dim() == 1 else shifted
+
+    def _checked(self, u0: Any, x: Tensor) -> Tensor:
+        check_unknown(u0, "u0")
+        shape = (x.shape[0], self.horizon, self.control_dim)
+        if u0.shape != shape:
+            raise ValueError(f"u0 must be of shape (B, horizon, control_dim) = {shape}, got {tuple(u0.shape)}.")
+        if u0.dtype != x.dtype or u0.device != x.device:
+            raise TypeError(f"u0 must be like x_obs ({x.dtype}, {x.device}), got {u0.dtype}, {u0.device}.")
+        return u0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What the last call left behind belongs to this object, not to its copies.
+        return {**self.__dict__, "report": None, "_last": None}
+
+    def extra_repr(self) -> str:
+        """The settings, for print(mpc)."""
+        shown = ("horizon", "control_dim", "bounds", "solver", "linear_solver")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in shown if getattr(self, name) is not None)
+
+
+def _check_state(x: Any) -> None:
+    check_unknown(x, "x_obs")
+    if not isinstance(x, Tensor) or x.dim() not in (1, 2):
+        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x_obs must be a tensor of shape (B, n), or (n,) for one system, got {got}.")
+
+
+def _check_functions(plan: Plan, x: Tensor, u: Tensor) -> None:
+    """Raise one sentence if dynamics or cost return something else than expected."""
+    with observed_by(None):
+        ahead, costs = plan.dynamics(x, u[:, 0]), plan.cost(x, u[:, 0])
+        final = costs if plan.terminal is None else plan.terminal(x)
+    for name, value, shape in (("dynamics", ahead, x.shape), ("cost", costs, x.shape[:1]), ("terminal", final, x.shape[:1])):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must return a tensor, got {type(value).__name__}.")
+        if value.shape != shape:
+            raise ValueError(
+                f"{name} must return shape {tuple(shape)} for x of shape {tuple(x.shape)}, got {tuple(value.shape)}."
+            )
+        if value.device != x.device:
+            raise ValueError(f"{name} must return tensors on the device of x_obs, {x.device}, got {value.device}.")
+        # Under autocast the check may see half precision; the solve does not.
+        if value.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"{name} must return the dtype of x_obs, {x.dtype}, got {value.dtype}.")

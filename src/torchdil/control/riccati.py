@@ -1,0 +1,223 @@
+"""H x = r with H the Hessian of a planning problem, by a Riccati recursion over the horizon: O(H) instead of O(H³).
+
+Eliminating the controls from the last to the first leaves, with the blocks of `torchdil.control.expansion`,
+
+    U_t = R + BᵀP_{t+1}B,    K_t = U_t⁻¹ (M + BᵀP_{t+1}A),    P_t = Q + AᵀP_{t+1}A - K_tᵀ U_t K_t,
+
+a block factorisation of H: it is positive definite exactly where every U_t is. Controls that a bound holds are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.control.expansion import Expansion, expand
+from torchdil.control.plan import Plan
+from torchdil.linear import Auto
+from torchdil.linear.base import LinearSolver
+from torchdil.linear.evidence import Structured
+from torchdil.operator import Operator
+from torchdil.problem import active
+from torchdil.solution import Result, Stats, Status
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The factorised Hessian; `U`'s inverses, K and P a time, see the module.
+
+    Attributes:
+        local: the expansion that it was made of.
+        inverse: U_t⁻¹, (B, m, m) each, t = 0..H-1; the pseudo-inverse where U_t is singular.
+        K: (B, m, n) each.
+        U: (B, m, m) each.
+        positive, negative: whether H is positive definite, and whether it has a negative eigenvalue, (B,) each.
+    """
+
+    local: Expansion
+    inverse: list[Tensor]
+    K: list[Tensor]
+    U: list[Tensor]
+    positive: Tensor
+    negative: Tensor
+
+    def solve(self, r: Tensor) -> Tensor:
+        """x with H x = r, (B, H, m)."""
+        return self.roll(self.feed_forward(r))
+
+    def feed_forward(self, r: Tensor) -> Tensor:
+        """k with du_t = k_t - K_t dx_t, (B, H, m)."""
+        A, B = self.local.A, self.local.B
+        p, k = torch.zeros_like(self.local.x[:, 0]), []
+        for t in reversed(range(r.shape[1])):
+            q = r[:, t] + _apply(B[:, t].mT, p)
+            k.append(_apply(self.inverse[t], q))
+            p = _apply(A[:, t].mT, p) - _apply(self.K[t].mT, q)
+        return torch.stack(k[::-1], dim=1)
+
+    def roll(self, k: Tensor) -> Tensor:
+        """du along the linear dynamics, (B, H, m)."""
+        dx, du = torch.zeros_like(self.local.x[:, 0]), []
+        for t in range(k.shape[1]):
+            du.append(k[:, t] - _apply(self.K[t], dx))
+            dx = _apply(self.local.A[:, t], dx) + _apply(self.local.B[:, t], du[-1])
+        return torch.stack(du, dim=1)
+
+
+def factorise(local: Expansion, damping: float = 0.0, downhill: bool = False) -> Factors:
+    """The recursion; with `downhill` the eigenvalues of each U_t are taken positive, so that -H⁻¹∇ is a descent direction.
+
+    Cholesky first: only where a U_t is not positive definite are its eigenvalues worked out.
+    """
+    factors = _recursion(local, damping, downhill, cautious=False)
+    return factors if bool(factors.positive.all()) else _recursion(local, damping, downhill, cautious=True)
+
+
+@dataclass(frozen=True)
+class Riccati(LinearSolver):
+    """The linear solver of `MPC`: one factorisation over the horizon, exact, O(H).
+
+    It serves the backward pass and, as `Newton(linear_solver=Riccati())`, the forward one. A Hessian that is not positive
+    definite is solved with like any other, which the report says; a singular one, as of a control without influence, gets the
+    solution that leaves such a control alone: `converged` where the right-hand side does, `breakdown` where it does not. Under
+    `torch.vmap`, where dynamics and cost are not at hand by themselves, `Auto` takes its place. Of the base's fields
+    `max_steps`, `preconditioner` and `product` have no use here.
+
+    Example:
+        >>> dil.control.MPC(dynamics, cost, 10, 1, linear_solver=dil.control.Riccati(damping=1e-3))
+    """
+
+    only = "plan"
+
+    def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
+        if operator.bound is None:
+            return Auto(self.rtol, self.atol, self.max_steps, self.damping).solve(operator, rhs, start)
+        factors, undamped = self._factors(operator, self.damping), partial(self._undamped, operator)
+        r = rhs.unflatten(1, factors.local.slope.shape[1:])
+        x = factors.solve(r)
+        value, tolerance = x.flatten(1), self.tolerance(rhs)
+        remainder = rhs - operator.product(True)(value)
+        residual = batch.norm(remainder - self.damping * value)
+        # A control without influence cannot serve a loss that asks for it.
+        unserved = batch.norm(_left(factors, r).flatten(1)) > torch.finfo(rhs.dtype).eps ** 0.5 * batch.norm(rhs)
+        status = torch.where(unserved, int(Status.breakdown), int(Status.converged))
+        status = torch.where(batch.finite(value), status, int(Status.non_finite))
+        stats = Stats(
+            method="Riccati" if bool(factors.positive.all()) else "Riccati, not positive definite",
+            steps=(batch.norm(rhs) > 0).long(),
+            residual=residual,
+            tolerance=tolerance,
+            products=1,
+            evidence=Structured(undamped, undamped, remainder, operator.watched),
+            verified=True,
+        )
+        return Result(value, status, stats)
+
+    def _factors(self, operator: Operator, damping: float) -> Factors:
+        key = "Riccati", damping
+        if key not in operator.memo:
+            operator.memo[key] = factorise(local_problem(operator)[0], damping)
+        return operator.memo[key]
+
+    def _undamped(self, operator: Operator, b: Tensor) -> Tensor:
+        with torch.no_grad():
+            factors = self._factors(operator, 0.0)
+            return factors.solve(b.unflatten(1, factors.local.slope.shape[1:])).flatten(1)
+
+
+def local_problem(operator: Operator) -> tuple[Expansion, Tensor]:
+    """The expansion at the operator's point without the controls that a bound holds, and those, (B, H, m)."""
+    assert operator.bound is not None
+    call, args = operator.bound
+
+    def look(plan: Plan, x0: Tensor) -> tuple[Expansion, Tensor]:
+        u = operator.y.unflatten(1, plan.shape)
+        local, box = expand(plan, u, x0), plan.box(u)
+        if box is None:
+            return local, torch.zeros_like(u, dtype=torch.bool)
+        on_low, on_high = active(u, local.slope, box)
+        held = on_low | on_high
+        return local.hold(held), held
+
+    return call(look, *args)
+
+
+def _recursion(local: Expansion, damping: float, downhill: bool, cautious: bool) -> Factors:
+    A, B, Q, M, R, P = local.A, local.B, local.Q, local.M, local.R, local.P
+    damped = damping * torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
+    size = _size(local)
+    positive, negative = torch.ones_like(size, dtype=torch.bool), torch.zeros_like(size, dtype=torch.bool)
+    inverses, gains, Us = [], [], []
+    for t in reversed(range(R.shape[1])):
+        PB = P @ B[:, t]
+        U = R[:, t] + B[:, t].mT @ PB + damped
+        U = 0.5 * (U + U.mT)
+        inverse, fine, below = _invert(U, size, downhill, cautious)
+        K = inverse @ (M[:, t] + PB.mT @ A[:, t])
+        # In this form P stays what it is by definition also where U is singular or was made positive.
+        AK = A[:, t] - B[:, t] @ K
+        cross = K.mT @ M[:, t]
+        P = Q[:, t] - cross - cross.mT + K.mT @ (R[:, t] + damped) @ K + AK.mT @ P @ AK
+        P = 0.5 * (P + P.mT)
+        positive, negative = positive & fine, negative | below
+        inverses.append(inverse)
+        gains.append(K)
+        Us.append(U)
+    return Factors(local, inverses[::-1], gains[::-1], Us[::-1], positive, negative)
+
+
+def _invert(U: Tensor, size: Tensor, downhill: bool, cautious: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """U⁻¹ (B, m, m), where U is positive definite, and where it has a negative eigenvalue, (B,) each; `size` is that of H.
+
+    By Cholesky; `cautious` also by eigenvalues for the samples that need it: those of a singular U are left out, and, to go
+    `downhill`, negative ones turned round.
+    """
+    eps, m = torch.finfo(U.dtype).eps, U.shape[-1]
+    floor = 10 * m * eps * size
+    if m == 1:
+        inverse, pivots, info = 1 / U, U[..., 0], torch.zeros_like(size, dtype=torch.int32)
+    else:
+        factor, info = torch.linalg.cholesky_ex(U)
+        inverse, pivots = torch.cholesky_inverse(factor), torch.diagonal(factor, dim1=-2, dim2=-1).square()
+    positive = (info == 0) & (pivots > floor.unsqueeze(1)).all(dim=1)
+    if not cautious:
+        return inverse, positive, ~positive
+    finite = torch.isfinite(U).all(dim=-1).all(dim=-1)
+    whole = torch.where(finite[:, None, None], U, 0.0)
+    values, vectors = (whole[..., 0], torch.ones_like(U)) if m == 1 else torch.linalg.eigh(whole)
+    if downhill:
+        reciprocal = 1 / values.abs().clamp_min((eps**0.5 * size).clamp_min(torch.finfo(U.dtype).tiny).unsqueeze(1))
+    else:
+        reciprocal = torch.where(values.abs() > floor.unsqueeze(1), 1 / values, 0.0)
+    by_values = (vectors * reciprocal.unsqueeze(1)) @ vectors.mT
+    by_values = torch.where(finite[:, None, None], by_values, torch.nan)
+    return torch.where(positive[:, None, None], inverse, by_values), positive, values[:, 0] < -(eps**0.5) * size
+
+
+def _size(local: Expansion) -> Tensor:
+    """A bound for the entries of the terms that make up U_t, (B,): what rounding is relative to."""
+
+    def largest(a: Tensor) -> Tensor:
+        return a.abs().flatten(1).amax(dim=1)
+
+    return largest(local.R) + largest(local.B).square() * torch.maximum(largest(local.Q), largest(local.P))
+
+
+def _left(factors: Factors, r: Tensor) -> Tensor:
+    """What of r a singular U_t cannot serve, (B, H, m)."""
+    A, B = factors.local.A, factors.local.B
+    p, left = torch.zeros_like(factors.local.x[:, 0]), []
+    for t in reversed(range(r.shape[1])):
+        q = r[:, t] + _apply(B[:, t].mT, p)
+        left.append(q - _apply(factors.U[t], _apply(factors.inverse[t], q)))
+        p = _apply(A[:, t].mT, p) - _apply(factors.K[t].mT, q)
+    return torch.stack(left[::-1], dim=1)
+
+
+def _apply(A: Tensor, x: Tensor) -> Tensor:
+    """(B, p, k), (B, k) -> (B, p)."""
+    return (A @ x.unsqueeze(2)).squeeze(2)

@@ -1,0 +1,173 @@
+"""Linear systems with the Jacobian of the Riccati equation: discrete Lyapunov (Stein) equations, by doubling.
+
+At a symmetric S the Riccati residual changes by J X = X - Mᵀ X M, where M = A - B K is the closed loop. Hence
+
+    (1 + ε) X - Mᵀ X M = Y      is solved by      X = Σ_k (Mᵀ)ᵏ Y Mᵏ / (1 + ε)ᵏ⁺¹,
+
+and Jᵀ by the same sum with Mᵀ. X ← X + Mᵀ X M, M ← M² doubles the number of terms: O(n³) a step, a few steps in all, where
+a factorisation of J takes O(n⁶).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.linear import Auto, LinearSolver
+from torchdil.linear.evidence import Chosen
+from torchdil.operator import Operator
+from torchdil.solution import Result, Stats, Status
+
+# 2⁴⁰ terms: a closed loop that close to the unit circle cannot be told from one on it.
+_MOST_DOUBLINGS = 40
+# Doublings between two looks at the powers of M on an accelerator, where each look is a synchronisation.
+_LOOK_EVERY = 3
+# A margin for the curvature of the Riccati equation, as direct solves have it.
+_MARGIN = 1.1
+
+
+@dataclass(frozen=True)
+class Stein(LinearSolver):
+    """The default linear solver of `dare`: direct, O(n³) a sample, all samples together.
+
+    The residual may reach rtol ‖rhs‖ plus what rounding leaves, 100 n eps (1 + ‖M‖²) ‖X‖ (but not more than eps^(1/3) ‖rhs‖).
+    Samples whose closed loop is not stable are solved by `Auto`. Of the base's fields, `preconditioner` and `product` are for
+    those; `max_steps` is the most doublings (None: 40).
+
+    Example:
+        >>> dil.control.dare(A, B, Q, R, linear_solver=dil.control.Stein(damping=1e-6))
+    """
+
+    def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
+        if operator.bound is None:  # the matrices are out of reach
+            return self._otherwise(operator, rhs, start, transpose)
+        with torch.no_grad():
+            S, A, B, _, R = matrices(operator.y, operator.bound[1])
+            M = closed_loop(S, A, B, R)[0]
+            loop = Loop(M.mT if transpose else M, self.damping, self.max_steps or _MOST_DOUBLINGS)
+            Y = rhs.reshape(M.shape)
+            X, stable, doublings = loop.solve(Y)
+            size = 1 + self.damping + batch.norm(loop.M.flatten(1)).square()
+            remainder = batch.norm(loop.remainder(X, Y).flatten(1))
+            allowed = self.tolerance(rhs) + self.attainable(M.shape[1] * size, X.flatten(1), rhs)
+            whole = batch.finite(rhs) & size.isfinite()
+            # NaN is not small either: what is left are samples that doubling could not do, and those that are not finite.
+            solved = stable & (remainder <= allowed)
+        status = torch.where(whole, int(Status.breakdown), int(Status.non_finite))
+        stats = Stats(
+            method="Stein",
+            steps=torch.where(batch.norm(rhs) > 0, doublings, 0),
+            residual=torch.where(whole, remainder, torch.nan),
+            tolerance=allowed,
+            evidence=Doubled(loop, Y, X, operator.watched if transpose else None),
+            verified=True,
+        )
+        value = batch.select(whole, X.flatten(1), torch.full_like(rhs, torch.nan))
+        result = Result(value, torch.where(solved, int(Status.converged), status), stats)
+        left = whole & ~solved
+        if not bool(left.any()):
+            return result
+        rest = self._otherwise(operator, torch.where(left.unsqueeze(1), rhs, 0.0), None, transpose)
+        return _combine(result, rest, left)
+
+    def _otherwise(self, operator: Operator, rhs: Tensor, start: Tensor | None, transpose: bool) -> Result:
+        settings = {f.name: getattr(self, f.name) for f in fields(LinearSolver)}
+        return Auto(**settings).solve(operator, rhs, start, transpose=transpose)
+
+
+@dataclass
+class Loop:
+    """(1 + ε) X - Mᵀ X M = Y for B samples.
+
+    Attributes:
+        M: (B, n, n).
+        damping: ε.
+        most: the most doublings.
+    """
+
+    M: Tensor
+    damping: float = 0.0
+    most: int = _MOST_DOUBLINGS
+
+    def solve(self, Y: Tensor) -> tuple[Tensor, Tensor, int]:
+        """X, (B, n, n), which samples the sum converged for, (B,), and how many doublings were made."""
+        shrink = 1 / (1 + self.damping)
+        X, M = (Y * shrink, self.M * math.sqrt(shrink)) if self.damping else (Y, self.M)
+        every = 1 if Y.device.type == "cpu" else _LOOK_EVERY
+        small, taken = torch.finfo(Y.dtype).eps ** 0.5, 0
+        while True:
+            # What is not summed yet is Mᵀ X M of the whole sum.
+            left = batch.norm(M.flatten(1))
+            if taken >= self.most or (taken % every == 0 and not bool((left > small).any())):
+                return X, left <= small, taken
+            X = torch.baddbmm(X, torch.bmm(M.mT, X), M)
+            M = torch.bmm(M, M)
+            taken += 1
+
+    def remainder(self, X: Tensor, Y: Tensor) -> Tensor:
+        """Y - (1 + ε) X + Mᵀ X M."""
+        return torch.baddbmm(Y - (1 + self.damping) * X, torch.bmm(self.M.mT, X), self.M)
+
+
+@dataclass
+class Doubled:
+    """What a solve by doubling knows of the errors: two sums more, when a report asks.
+
+    Attributes:
+        loop: of the system that was solved.
+        rhs, value: Y and X, (B, n, n).
+        watched: F, (B, n²), or None.
+    """
+
+    loop: Loop
+    rhs: Tensor
+    value: Tensor
+    watched: Tensor | None = None
+
+    def adjoint_error(self, stats: Stats) -> Tensor:
+        assert stats.norm is not None
+        undamped = Loop(self.loop.M)
+        error = batch.norm(undamped.solve(undamped.remainder(self.value, self.rhs))[0].flatten(1))
+        return (_MARGIN * error / stats.norm.reshape(-1)).clamp_max(1.0)
+
+    def value_error(self, stats: Stats) -> Tensor | None:
+        if self.watched is None:
+            return None
+        F = self.watched.reshape(self.loop.M.shape)
+        return _MARGIN * batch.norm(Loop(self.loop.M.mT).solve(F)[0].flatten(1))
+
+
+def matrices(y: Tensor, args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """S, A, B, Q, R as (B, ·, ·) from their rows, (B, ·) each."""
+    n = math.isqrt(y.shape[1])
+    A, B, Q, R = args
+    m = B.shape[1] // n
+    return y.reshape(-1, n, n), A.reshape(-1, n, n), B.reshape(-1, n, m), Q.reshape(-1, n, n), R.reshape(-1, m, m)
+
+
+def closed_loop(S: Tensor, A: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
+    """A - B K and K = (R + Bᵀ S B)⁻¹ Bᵀ S A, (B, n, n) and (B, m, n)."""
+    BS = torch.bmm(B.mT, S)
+    # A sample whose matrix is singular or not finite must not raise for the others.
+    K = torch.linalg.solve_ex(torch.baddbmm(R, BS, B), torch.bmm(BS, A))[0]
+    return torch.baddbmm(A, B, K, alpha=-1), K
+
+
+def _combine(first: Result, second: Result, mask: Tensor) -> Result:
+    """The second result in `mask`, else the first."""
+    a, b = first.stats, second.stats
+    stats = Stats(
+        method=f"{a.method}, then {b.method}",
+        steps=torch.where(mask, b.steps, a.steps),
+        residual=torch.where(mask, b.residual, a.residual),
+        tolerance=torch.where(mask, b.tolerance, a.tolerance),
+        products=b.products,
+        spectrum=b.spectrum,
+        evidence=Chosen(mask, a.evidence, b.evidence) if a.evidence and b.evidence else None,
+    )
+    return Result(batch.select(mask, second.value, first.value), torch.where(mask, second.status, first.status), stats)
