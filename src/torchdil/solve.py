@@ -239,6 +239,7 @@ class Setting:
             failed=torch.tensor(False),
             key=problem.key,
             argument="" if self.statement.has_objective else self.statement.argument,
+            bound=problem.bound,
         )
 
     def find(self, problem: Problem, condition: Condition, start: Tensor, user_call: Call | None) -> tuple[Result, Point]:

@@ -22,7 +22,7 @@ from torchdil import batch
 from torchdil.batch import Layout
 from torchdil.control.diagnosis import causes, is_positive
 from torchdil.control.shapes import broadcast, check_like, check_size, states_and_controls, symmetric
-from torchdil.control.stein import Loop, Stein, closed_loop, matrices
+from torchdil.control.stein import Loop, Stein, closed_loop, is_stable, matrices
 from torchdil.linear import LinearSolver
 from torchdil.modes import eager, full_precision
 from torchdil.operator import Operator
@@ -35,10 +35,12 @@ from torchdil.solvers.base import Solver
 # an accelerator, where each look is a synchronisation.
 _MOST_DOUBLINGS = 32
 _LOOK_EVERY = 3
+# Few systems are done before.
+_FIRST_LOOK = 3
 # Steps of Newton that refine an answer which is not good enough.
 _REFINEMENTS = 3
-# How many roundings F may be off, but not more than this part of its natural size: such an F would say nothing of S. Over random
-# systems (2 to 20 states, S / Q from 1 to 1e12) F at the exact S, in either precision, is 0.1 to 5 of the roundings below.
+# How many roundings F may be off, but not more than this part of its natural size: such an F would say nothing of S. At the
+# exact S of random systems (2 to 20 states, S / Q up to 1e12), in either precision, F is mostly 0.1 to 5 such roundings.
 _ROUNDINGS = 4.0
 _MOST_LOST = 0.1
 
@@ -114,7 +116,8 @@ class Doubling(Solver):
             if not alone:
                 V = torch.linalg.solve_triangular(L, B.mT, upper=False)
                 S, found, steps = doubled(A, torch.bmm(V.mT, V), Q, self.max_steps)
-                found = found & positive
+                # In low precision a mode that Q hardly sees may be lost, and the solution be another one.
+                found = found & positive & is_stable(closed_loop(S, A, B, R)[0])
             why: list[tuple[str, Tensor]] = []
             if alone or not bool(found.all()):
                 S, found = _by_scipy(S, found, positive, A, B, Q, R)
@@ -142,7 +145,9 @@ class Doubling(Solver):
             if bool(over.any()):
                 other, found = _by_scipy(S, ~over, over, A, B, Q, R)
                 S, F, _ = _better(S, F, other, over & found, A, B, Q, R)
-        stats = Stats("Doubling, then Newton", steps, batch.norm(F.flatten(1)), tolerance)
+            lost = ~batch.finite(y)
+            why = causes(A, B, Q, R, lost) if bool(lost.any()) else []
+        stats = Stats("Doubling, then Newton", steps, batch.norm(F.flatten(1)), tolerance, causes=why)
         return Result(S.flatten(1), torch.full_like(steps, int(Status.converged)), stats)
 
 
@@ -156,15 +161,15 @@ def doubled(A: Tensor, G: Tensor, H: Tensor, most: int) -> tuple[Tensor, Tensor,
     eps, eye = torch.finfo(A.dtype).eps, torch.eye(n, dtype=A.dtype, device=A.device)
     S, found = torch.full_like(H, torch.nan), torch.zeros_like(A[:, 0, 0], dtype=torch.bool)
     steps, running = torch.full_like(found, most, dtype=torch.long), torch.arange(len(A), device=A.device)
-    pair = torch.cat((A, G), dim=2)
+    pair, H = torch.cat((A, G), dim=2), H.clone()
     for step in range(1, most + 1):
         A, G = pair.split(n, dim=2)
         X, _ = torch.linalg.solve_ex(torch.baddbmm(eye, G, H), pair)
         pair = torch.bmm(A, X)
         pair[:, :, n:] = torch.baddbmm(G, pair[:, :, n:], A.mT)
         change = torch.bmm(A.mT, torch.bmm(H, X[:, :, :n]))
-        H = H + change
-        if step % every and step < most:
+        H += change
+        if step < most and (step < _FIRST_LOOK or step % every):
             continue
         moved, size, left = (batch.norm(t.flatten(1)) for t in (change, H, pair[:, :, :n]))
         # The next change would be the square of this one, relatively.
@@ -172,8 +177,7 @@ def doubled(A: Tensor, G: Tensor, H: Tensor, most: int) -> tuple[Tensor, Tensor,
         ended = done | ~torch.isfinite(size + left)
         if not bool(ended.any()):
             continue
-        S[running] = torch.where(ended[:, None, None], H, S[running])
-        found[running], steps[running] = done, step
+        S[running[ended]], found[running], steps[running] = H[ended], done, step
         if bool(ended.all()):
             break
         running, pair, H = (t[~ended] for t in (running, pair, H))

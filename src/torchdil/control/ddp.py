@@ -2,23 +2,30 @@
 
 The direction is that of Newton, by the Riccati recursion; the way there is u_t + s k_t - K_t (x_t' - x_t), where x' is what the
 new controls really lead to: the feedback keeps an unstable system near the trajectory that the model was made at. Controls at a
-bound that they press against are left out, the others are clipped (Bertsekas 1982).
+bound that they press against are left out; the others stay inside by a small quadratic program at each time (Tassa, Mansard and
+Todorov 2014). Where the Hessian is not positive definite, that of each time loses its negative eigenvalues (Verschueren et al.
+2017).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchdil import batch
+from torchdil.control.expansion import Expansion
 from torchdil.control.plan import Plan
-from torchdil.control.riccati import Factors, factorise, local_problem
-from torchdil.problem import Problem
+from torchdil.control.riccati import apply, invert, local_problem, roll, size_of
+from torchdil.problem import Box, Problem
 from torchdil.solution import Result
 from torchdil.solvers.line_search import Iterate
 from torchdil.solvers.newton import Direction, Newton, NewtonSteps
+
+# In a box a shorter step than this goes straight: clipping may keep the closed loop from going downhill, however short.
+_STRAIGHT = 0.1
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,9 @@ class DDP(NewtonSteps):
     """
 
     only = "plan"
+    curvature = 0.9  # a model without its negative eigenvalues leaves a saddle in steps that are too short
 
-    max_steps: int = 100
+    max_steps: int = 200
 
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
         if problem.bound is None:
@@ -43,36 +51,121 @@ class DDP(NewtonSteps):
     def _factorises(self, y: Tensor) -> bool:
         return True
 
-    def _curved(self, problem: Problem, y: Tensor) -> Tensor:
-        return factorise(local_problem(problem.operator(y))[0]).negative
-
     def _direction(self, problem: Problem, now: Iterate) -> Direction:
         with torch.no_grad():
             local, held = local_problem(problem.operator(now.y))
-            factors = factorise(local, downhill=True)
-            k = factors.feed_forward(-now.F.view_as(held))
-            d = factors.roll(k).flatten(1)
+            u, r = now.y.view_as(held), -now.F.view_as(held)
+            room = None if problem.box is None else (problem.box[0].view_as(u) - u, problem.box[1].view_as(u) - u)
+            policy = _policy(local, r, room)
+            exact = policy.positive
+            if not bool(exact.all()):
+                policy = _policy(_convex(local, ~exact), r, room)
+            d = roll(local, policy.K, policy.k).flatten(1)
         uphill = ~(batch.dot(d, now.F) < 0)
         d = batch.select(uphill, -now.F, d)
 
         def path(step: Tensor) -> Tensor:
-            straight = now.y + batch.scale(step, d)
-            return batch.select(uphill, straight, _closed_loop(problem, factors, now.y, k, step))
+            straight = uphill if problem.box is None else uphill | (step < _STRAIGHT)
+            closed = _closed_loop(problem, local.x, policy, now.y, step)
+            return batch.select(straight, now.y + batch.scale(step, d), closed)
 
-        return Direction(d, factors.negative, path)
+        return Direction(d, ~exact, path)
 
 
-def _closed_loop(problem: Problem, factors: Factors, y: Tensor, k: Tensor, step: Tensor) -> Tensor:
+class _Policy(NamedTuple):
+    """du_t = k_t - K_t dx_t.
+
+    Attributes:
+        k: (B, H, m).
+        K: (B, m, n) each.
+        positive: whether every U_t is positive definite, (B,).
+    """
+
+    k: Tensor
+    K: list[Tensor]
+    positive: Tensor
+
+
+def _policy(local: Expansion, r: Tensor, room: Box | None) -> _Policy:
+    """What minimises ½ duᵀ H du - rᵀ du, time by time from the last; each k_t stays within `room`, (B, H, m) each."""
+    A, B, Q, M, R, P = local.A, local.B, local.Q, local.M, local.R, local.P
+    size, p = size_of(local), torch.zeros_like(local.x[:, 0])
+    positive, k, K = torch.ones_like(size, dtype=torch.bool), [], []
+    for t in reversed(range(r.shape[1])):
+        PB = P @ B[:, t]
+        U, W = R[:, t] + B[:, t].mT @ PB, M[:, t] + PB.mT @ A[:, t]
+        U = 0.5 * (U + U.mT)
+        q = r[:, t] + apply(B[:, t].mT, p)
+        inverse, fine = invert(U, size)
+        k.append(apply(inverse, q))
+        if room is not None:
+            k[-1], inverse = _within(U, q, inverse, room[0][:, t], room[1][:, t])
+        K.append(inverse @ W)
+        # p and P for any k and K: neither is that of the minimum where a bound stops a control.
+        p = apply(A[:, t].mT, p) - apply(K[-1].mT, q - apply(U, k[-1])) - apply(W.mT, k[-1])
+        cross = K[-1].mT @ W
+        P = Q[:, t] + A[:, t].mT @ P @ A[:, t] - cross - cross.mT + K[-1].mT @ U @ K[-1]
+        P = 0.5 * (P + P.mT)
+        positive = positive & fine
+    return _Policy(torch.stack(k[::-1], dim=1), K[::-1], positive)
+
+
+def _within(U: Tensor, q: Tensor, inverse: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """argmin ½ kᵀUk - qᵀk with low <= k <= high, (B, m), and U⁻¹ on the controls that are free there, zero elsewhere.
+
+    By projected Newton steps (Bertsekas 1982); with a single control the first one is exact.
+    """
+
+    def pressed(k: Tensor) -> Tensor:
+        slope = apply(U, k) - q
+        return ((k <= low) & (slope > 0)) | ((k >= high) & (slope < 0))
+
+    def without(held: Tensor) -> Tensor:
+        free = ~held
+        both = free.unsqueeze(2) & free.unsqueeze(1)
+        if U.shape[-1] == 1:
+            return torch.where(both, inverse, 0.0)
+        reduced = torch.where(both, U, torch.diag_embed(held.to(U.dtype)))
+        return torch.where(both, torch.cholesky_inverse(torch.linalg.cholesky_ex(reduced)[0]), 0.0)
+
+    def value(k: Tensor) -> Tensor:
+        return batch.dot(0.5 * apply(U, k) - q, k)
+
+    k = apply(inverse, q).clamp(low, high)
+    for _ in range(U.shape[-1] if U.shape[-1] > 1 else 0):
+        ahead = (k + apply(without(pressed(k)), q - apply(U, k))).clamp(low, high)
+        k = batch.select(value(ahead) <= value(k), ahead, k)
+    return k, without(pressed(k))
+
+
+def _convex(local: Expansion, where: Tensor) -> Expansion:
+    """For the samples in `where`, (B,), ∇²(c + λᵀh) and ∇²c_f without negative eigenvalues: then every U_t is positive."""
+    n, finite = local.x.shape[2], torch.stack([a.isfinite().flatten(1).all(dim=1) for a in local]).all(dim=0)
+    floor = torch.finfo(local.x.dtype).eps ** 0.5 * torch.where(finite, size_of(local), 1.0)
+    where = where & finite
+    whole = torch.cat((torch.cat((local.Q, local.M.mT), dim=3), torch.cat((local.M, local.R), dim=3)), dim=2)
+
+    def positive(a: Tensor) -> Tensor:
+        chosen = where.view(-1, *(1,) * (a.dim() - 1))
+        values, vectors = torch.linalg.eigh(torch.where(chosen, a, 0.0))
+        values = torch.maximum(values, floor.view(-1, *(1,) * (a.dim() - 2)))
+        return torch.where(chosen, (vectors * values.unsqueeze(-2)) @ vectors.mT, a)
+
+    whole = positive(whole)
+    return local._replace(Q=whole[..., :n, :n], M=whole[..., n:, :n], R=whole[..., n:, n:], P=positive(local.P))
+
+
+def _closed_loop(problem: Problem, states: Tensor, policy: _Policy, y: Tensor, step: Tensor) -> Tensor:
     """The controls that the policy u_t + s k_t - K_t (x_t' - x_t) applies, (B, n)."""
     assert problem.bound is not None
     call, args = problem.bound
-    states = factors.local.x
+    k = policy.k
 
     def look(plan: Plan, x0: Tensor) -> Tensor:
         box = None if problem.box is None else [bound.view_as(k) for bound in problem.box]
         u, x, controls = y.view_as(k), x0.detach(), []
         for t in range(k.shape[1]):
-            control = u[:, t] + step.unsqueeze(1) * k[:, t] - (factors.K[t] @ (x - states[:, t]).unsqueeze(2)).squeeze(2)
+            control = u[:, t] + step.unsqueeze(1) * k[:, t] - apply(policy.K[t], x - states[:, t])
             if box is not None:
                 control = control.clamp(box[0][:, t], box[1][:, t])
             controls.append(control)

@@ -35,7 +35,7 @@ class Factors:
         inverse: U_t⁻¹, (B, m, m) each, t = 0..H-1; the pseudo-inverse where U_t is singular.
         K: (B, m, n) each.
         U: (B, m, m) each.
-        positive, negative: whether H is positive definite, and whether it has a negative eigenvalue, (B,) each.
+        positive: whether H is positive definite, (B,).
     """
 
     local: Expansion
@@ -43,38 +43,35 @@ class Factors:
     K: list[Tensor]
     U: list[Tensor]
     positive: Tensor
-    negative: Tensor
 
     def solve(self, r: Tensor) -> Tensor:
         """x with H x = r, (B, H, m)."""
-        return self.roll(self.feed_forward(r))
+        return roll(self.local, self.K, self.feed_forward(r))
 
     def feed_forward(self, r: Tensor) -> Tensor:
         """k with du_t = k_t - K_t dx_t, (B, H, m)."""
         A, B = self.local.A, self.local.B
         p, k = torch.zeros_like(self.local.x[:, 0]), []
         for t in reversed(range(r.shape[1])):
-            q = r[:, t] + _apply(B[:, t].mT, p)
-            k.append(_apply(self.inverse[t], q))
-            p = _apply(A[:, t].mT, p) - _apply(self.K[t].mT, q)
+            q = r[:, t] + apply(B[:, t].mT, p)
+            k.append(apply(self.inverse[t], q))
+            p = apply(A[:, t].mT, p) - apply(self.K[t].mT, q)
         return torch.stack(k[::-1], dim=1)
 
-    def roll(self, k: Tensor) -> Tensor:
-        """du along the linear dynamics, (B, H, m)."""
-        dx, du = torch.zeros_like(self.local.x[:, 0]), []
-        for t in range(k.shape[1]):
-            du.append(k[:, t] - _apply(self.K[t], dx))
-            dx = _apply(self.local.A[:, t], dx) + _apply(self.local.B[:, t], du[-1])
-        return torch.stack(du, dim=1)
+
+def roll(local: Expansion, K: list[Tensor], k: Tensor) -> Tensor:
+    """du_t = k_t - K_t dx_t along the linear dynamics, (B, H, m)."""
+    dx, du = torch.zeros_like(local.x[:, 0]), []
+    for t in range(k.shape[1]):
+        du.append(k[:, t] - apply(K[t], dx))
+        dx = apply(local.A[:, t], dx) + apply(local.B[:, t], du[-1])
+    return torch.stack(du, dim=1)
 
 
-def factorise(local: Expansion, damping: float = 0.0, downhill: bool = False) -> Factors:
-    """The recursion; with `downhill` the eigenvalues of each U_t are taken positive, so that -H⁻¹∇ is a descent direction.
-
-    Cholesky first: only where a U_t is not positive definite are its eigenvalues worked out.
-    """
-    factors = _recursion(local, damping, downhill, cautious=False)
-    return factors if bool(factors.positive.all()) else _recursion(local, damping, downhill, cautious=True)
+def factorise(local: Expansion, damping: float = 0.0) -> Factors:
+    """The recursion. Cholesky first: only where a U_t is not positive definite are its eigenvalues worked out."""
+    factors = _recursion(local, damping, cautious=False)
+    return factors if bool(factors.positive.all()) else _recursion(local, damping, cautious=True)
 
 
 @dataclass(frozen=True)
@@ -146,35 +143,34 @@ def local_problem(operator: Operator) -> tuple[Expansion, Tensor]:
     return call(look, *args)
 
 
-def _recursion(local: Expansion, damping: float, downhill: bool, cautious: bool) -> Factors:
+def _recursion(local: Expansion, damping: float, cautious: bool) -> Factors:
     A, B, Q, M, R, P = local.A, local.B, local.Q, local.M, local.R, local.P
     damped = damping * torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
-    size = _size(local)
-    positive, negative = torch.ones_like(size, dtype=torch.bool), torch.zeros_like(size, dtype=torch.bool)
+    size = size_of(local)
+    positive = torch.ones_like(size, dtype=torch.bool)
     inverses, gains, Us = [], [], []
     for t in reversed(range(R.shape[1])):
         PB = P @ B[:, t]
         U = R[:, t] + B[:, t].mT @ PB + damped
         U = 0.5 * (U + U.mT)
-        inverse, fine, below = _invert(U, size, downhill, cautious)
+        inverse, fine = invert(U, size, cautious)
         K = inverse @ (M[:, t] + PB.mT @ A[:, t])
-        # In this form P stays what it is by definition also where U is singular or was made positive.
+        # In this form P stays what it is by definition also where U is singular.
         AK = A[:, t] - B[:, t] @ K
         cross = K.mT @ M[:, t]
         P = Q[:, t] - cross - cross.mT + K.mT @ (R[:, t] + damped) @ K + AK.mT @ P @ AK
         P = 0.5 * (P + P.mT)
-        positive, negative = positive & fine, negative | below
+        positive = positive & fine
         inverses.append(inverse)
         gains.append(K)
         Us.append(U)
-    return Factors(local, inverses[::-1], gains[::-1], Us[::-1], positive, negative)
+    return Factors(local, inverses[::-1], gains[::-1], Us[::-1], positive)
 
 
-def _invert(U: Tensor, size: Tensor, downhill: bool, cautious: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """U⁻¹ (B, m, m), where U is positive definite, and where it has a negative eigenvalue, (B,) each; `size` is that of H.
+def invert(U: Tensor, size: Tensor, cautious: bool = False) -> tuple[Tensor, Tensor]:
+    """U⁻¹ (B, m, m), and where U is positive definite, (B,); `size` is that of H.
 
-    By Cholesky; `cautious` also by eigenvalues for the samples that need it: those of a singular U are left out, and, to go
-    `downhill`, negative ones turned round.
+    By Cholesky; `cautious` also by eigenvalues for the samples that need it: those of a singular U are left out.
     """
     eps, m = torch.finfo(U.dtype).eps, U.shape[-1]
     floor = 10 * m * eps * size
@@ -185,20 +181,16 @@ def _invert(U: Tensor, size: Tensor, downhill: bool, cautious: bool) -> tuple[Te
         inverse, pivots = torch.cholesky_inverse(factor), torch.diagonal(factor, dim1=-2, dim2=-1).square()
     positive = (info == 0) & (pivots > floor.unsqueeze(1)).all(dim=1)
     if not cautious:
-        return inverse, positive, ~positive
+        return inverse, positive
     finite = torch.isfinite(U).all(dim=-1).all(dim=-1)
-    whole = torch.where(finite[:, None, None], U, 0.0)
-    values, vectors = (whole[..., 0], torch.ones_like(U)) if m == 1 else torch.linalg.eigh(whole)
-    if downhill:
-        reciprocal = 1 / values.abs().clamp_min((eps**0.5 * size).clamp_min(torch.finfo(U.dtype).tiny).unsqueeze(1))
-    else:
-        reciprocal = torch.where(values.abs() > floor.unsqueeze(1), 1 / values, 0.0)
+    values, vectors = torch.linalg.eigh(torch.where(finite[:, None, None], U, 0.0))
+    reciprocal = torch.where(values.abs() > floor.unsqueeze(1), 1 / values, 0.0)
     by_values = (vectors * reciprocal.unsqueeze(1)) @ vectors.mT
     by_values = torch.where(finite[:, None, None], by_values, torch.nan)
-    return torch.where(positive[:, None, None], inverse, by_values), positive, values[:, 0] < -(eps**0.5) * size
+    return torch.where(positive[:, None, None], inverse, by_values), positive
 
 
-def _size(local: Expansion) -> Tensor:
+def size_of(local: Expansion) -> Tensor:
     """A bound for the entries of the terms that make up U_t, (B,): what rounding is relative to."""
 
     def largest(a: Tensor) -> Tensor:
@@ -212,12 +204,12 @@ def _left(factors: Factors, r: Tensor) -> Tensor:
     A, B = factors.local.A, factors.local.B
     p, left = torch.zeros_like(factors.local.x[:, 0]), []
     for t in reversed(range(r.shape[1])):
-        q = r[:, t] + _apply(B[:, t].mT, p)
-        left.append(q - _apply(factors.U[t], _apply(factors.inverse[t], q)))
-        p = _apply(A[:, t].mT, p) - _apply(factors.K[t].mT, q)
+        q = r[:, t] + apply(B[:, t].mT, p)
+        left.append(q - apply(factors.U[t], apply(factors.inverse[t], q)))
+        p = apply(A[:, t].mT, p) - apply(factors.K[t].mT, q)
     return torch.stack(left[::-1], dim=1)
 
 
-def _apply(A: Tensor, x: Tensor) -> Tensor:
+def apply(A: Tensor, x: Tensor) -> Tensor:
     """(B, p, k), (B, k) -> (B, p)."""
     return (A @ x.unsqueeze(2)).squeeze(2)

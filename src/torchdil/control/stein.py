@@ -100,11 +100,18 @@ class Loop:
         X, M = (Y * shrink, self.M * math.sqrt(shrink)) if self.damping else (Y, self.M)
         every = 1 if Y.device.type == "cpu" else _LOOK_EVERY
         small, taken = torch.finfo(Y.dtype).eps ** 0.5, 0
+        total, running = torch.empty_like(X), torch.arange(len(X), device=X.device)
+        converged = torch.zeros_like(running, dtype=torch.bool)
         while True:
-            # What is not summed yet is Mᵀ X M of the whole sum.
-            left = batch.norm(M.flatten(1))
-            if taken >= self.most or (taken % every == 0 and not bool((left > small).any())):
-                return X, left <= small, taken
+            if taken % every == 0 or taken >= self.most:
+                left = batch.norm(M.flatten(1))  # what is not summed yet is Mᵀ X M of the whole sum
+                short = left > small
+                number = int(short.sum()) if taken < self.most else 0
+                if 2 * number <= len(M):  # the others need not go on
+                    total[running], converged[running] = X, left <= small
+                    if not number:
+                        return total, converged, taken
+                    running, X, M = (t[short] for t in (running, X, M))
             X = torch.baddbmm(X, torch.bmm(M.mT, X), M)
             M = torch.bmm(M, M)
             taken += 1
@@ -140,6 +147,18 @@ class Doubled:
             return None
         F = self.watched.reshape(self.loop.M.shape)
         return _MARGIN * batch.norm(Loop(self.loop.M.mT).solve(F)[0].flatten(1))
+
+
+def is_stable(M: Tensor) -> Tensor:
+    """Which matrices have all eigenvalues inside the unit circle, (B,): a power of theirs is less than 1."""
+    every = 1 if M.device.type == "cpu" else _LOOK_EVERY
+    for step in range(_MOST_DOUBLINGS):
+        if step:
+            M = torch.bmm(M, M)
+        size = batch.norm(M.flatten(1))
+        if step % every == 0 and not bool(((size >= 1) & size.isfinite()).any()):
+            break
+    return size < 1
 
 
 def matrices(y: Tensor, args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,16 +47,17 @@ class NewtonSteps(Solver):
     """The iteration, whatever the direction comes from."""
 
     keeps_bounds, sees_curvature = True, True
+    curvature: ClassVar[float | None] = None  # how much of the slope may be left after a step, see `search`
 
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
         now = Iterate.at(problem, y0)
-        progress = self.progress(problem, now.F, tolerance, 50, now.merit)
+        progress = self.progress(problem, now.F, tolerance, max(50, self.max_steps // 2), now.merit)
         step = torch.ones_like(tolerance)
         indefinite = torch.zeros_like(progress.running)
         while not progress.finished():
             direction, saddle, path = self._direction(problem, now)
             indefinite = torch.where(progress.running, saddle, indefinite)
-            new, moved = search(problem, now, direction, step, progress.running, path=path)
+            new, moved = search(problem, now, direction, step, progress.running, self.curvature, path=path)
             progress.stop(~moved, Status.stagnated)
             problem.remember(new.y - now.y, new.F - now.F)
             now = new
