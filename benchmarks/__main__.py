@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import core, ode, scale, solvers, tables
+from benchmarks import control, core, ode, scale, solvers, tables
 from benchmarks.machine import machine
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PARTS = ("core", "solvers", "ode")
+PARTS = ("core", "solvers", "ode", "control")
 
 
 def run_core(unknowns: int, repeats: int) -> dict[str, Any]:
@@ -50,11 +50,15 @@ def main() -> None:
         _write("solvers", run_solvers(options.repeats))
     if options.only in (None, "ode"):
         ode.measure(options)
+    if options.only in (None, "control"):
+        control.measure(options)
     results = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     tables.update(results, ROOT)
     print(tables.numbers(results["core"]))
     print(tables.solvers(results["solvers"]))
     print(tables.ode(results))
+    if "control" in results:
+        print(tables.control(results))
 
 
 def _write(name: str, results: dict[str, Any]) -> None:

@@ -15,9 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import chain
@@ -31,6 +29,7 @@ from torch import Tensor, nn
 
 import torchdil as dil
 from benchmarks.machine import machine
+from benchmarks.timing import now, one_core, quartiles
 
 RESULTS = Path(__file__).parent / "results"
 WORKER = Path(__file__).parent / "ode_diffrax.py"
@@ -145,19 +144,14 @@ class Problem:
         """Seconds of each call: forward, or both in all and the backward of it."""
         times = []
         for _ in range(before + calls):
-            began = self._now()
+            began = now(self.config.device)
             y = solve(self.f, self.y0, self.t)
-            middle = self._now()
+            middle = now(self.config.device)
             if what == "both":
                 torch.autograd.grad(y.square().sum(), self.inputs)
-            ended = self._now()
+            ended = now(self.config.device)
             times.append((middle - began,) if what == "forward" else (ended - began, ended - middle))
         return times[before:]
-
-    def _now(self) -> float:
-        if self.config.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
 
 class Worker:
@@ -188,7 +182,7 @@ def run(config: Config, jax_python: str | None = None, seed: int = 0) -> dict[st
     """A case for each pair of D and B: medians and quartiles of every system, in milliseconds."""
     versions = {"torchdiffeq": version("torchdiffeq")}
     cases = []
-    with _one_core(config), tempfile.TemporaryDirectory() as folder:
+    with one_core(config.device), tempfile.TemporaryDirectory() as folder:
         about = machine() | {"seed": seed, "device": config.device}
         if config.device == "cuda":
             about["gpu"] = torch.cuda.get_device_name()
@@ -263,36 +257,15 @@ def _summary(times: dict[str, list[list[tuple[float, ...]]]]) -> dict[str, Any]:
     differences = [statistics.median(b) - statistics.median(f) for f, b in zip(forward, both, strict=True)]
     clock = [call[1] for calls in times["both"] for call in calls if len(call) > 1]
     summary = {
-        "forward": _quartiles(list(chain(*forward))),
-        "both": _quartiles(list(chain(*both))),
-        "backward": _quartiles(differences),
+        "forward": quartiles(list(chain(*forward))),
+        "both": quartiles(list(chain(*both))),
+        "backward": quartiles(differences),
     }
-    return summary | ({"backward_by_clock": _quartiles(clock)} if clock else {})
-
-
-def _quartiles(seconds: list[float]) -> dict[str, Any]:
-    low, middle, high = (round(1e3 * float(q), 4) for q in np.quantile(seconds, (0.25, 0.5, 0.75)))
-    return {"median": middle, "quartiles": [low, high], "calls": len(seconds)}
-
-
-@contextmanager
-def _one_core(config: Config) -> Iterator[None]:
-    """One thread and, on a CPU, one core, for this process and the one it starts."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    if cores and config.device == "cpu":
-        os.sched_setaffinity(0, {max(cores)})
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        if cores:
-            os.sched_setaffinity(0, cores)
+    return summary | ({"backward_by_clock": quartiles(clock)} if clock else {})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the benchmark of ODEs")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the benchmarks of ODEs and control")
     parser.add_argument(
         "--jax-python", default=os.environ.get("TORCHDIL_JAX_PYTHON"), help="a Python with jax and diffrax, to compare with"
     )

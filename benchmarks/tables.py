@@ -1,4 +1,4 @@
-"""The tables of README.md, docs/numbers.md, docs/solvers.md and docs/ode-speed.md, from `benchmarks/results/*.json`."""
+"""The tables of README.md and of the pages with numbers in docs, from `benchmarks/results/*.json`."""
 
 from __future__ import annotations
 
@@ -180,6 +180,69 @@ def _ode_part(results: dict[str, Any]) -> str:
     return f"## {title}\n\n{machine(results)}, {versions}.\n\n" + "\n".join(blocks)
 
 
+def control(results: dict[str, Any]) -> str:
+    """docs/control-speed.md."""
+    config = results["control"]["config"]
+    parts = "\n".join(_control_part(results[name]) for name in ("control", "control_gpu") if name in results)
+    return f"""# Control in numbers
+
+Written by `python -m benchmarks --only control` from `benchmarks/results/control.json` and, on a GPU, `control_gpu.json`.
+
+*Riccati equations*: {config["systems"]:,} random systems with n = {config["states"]} states and m = {config["controls"]}
+controls; S from `dil.control.dare(A, B, Q, R)` and the gradient of a weighted sum of its entries in all four matrices, float64
+unless said. *CG* and *Dense* are the linear solvers of the backward pass that the paper compares, the default is
+`dil.control.Stein()`. The loop calls SciPy's `solve_discrete_are` system by system; its adjoint equations are dense systems of
+n² unknowns that NumPy solves in one call. It is on one core also where the others have a GPU.
+
+*Plans*: `dil.control.MPC` with the dynamics x + (f(x, u) - x) / 10, f a network with two hidden layers of
+{config["hidden"]} and tanh, {config["plan_states"]} states, one control, the cost |x|² + |u|², horizon H, batch B, float64.
+*DDP, Riccati* is the default; *Newton, Dense* is `solver=dil.Newton(linear_solver=dil.Dense()), linear_solver=dil.Dense()`;
+*Newton, unrolled* is backpropagation through as many steps of Newton with dense Hessians, without a line search.
+
+The ways take turns; medians in milliseconds, in brackets the quartiles. *Answer* and *gradient* are relative distances to
+SciPy's, or to those of *Newton, Dense*; a way is *rejected* if one exceeds 1e-8 (float32: 1e-3). The last columns are times
+over torchdil's default.
+
+{parts}"""
+
+
+def _control_part(results: dict[str, Any]) -> str:
+    """One device."""
+    at, equations, long = results["machine"], results["riccati"], results["over_horizon"]
+    blocks = [f"### Riccati equations\n\n{_ways(equations['ways'], 'torchdil')}\n"]
+    for case in results["plans"]:
+        title = f"### Plans, H = {case['horizon']}, B = {case['batch']} ({case['steps']} steps of DDP)"
+        blocks.append(f"{title}\n\n{_ways(case['ways'], 'DDP, Riccati')}\n")
+    names = list(long["powers"])
+    rows = [
+        [case["horizon"], case["steps"]]
+        + [short(case["ways"][name][what]["median"]) for name in names for what in ("forward", "backward")]
+        for case in long["cases"]
+    ]
+    powers = [f"H^{long['powers'][name][what]}" for name in names for what in ("forward", "backward")]
+    headings = ["H", "steps"] + [f"{name}, {what}" for name in names for what in ("forward", "backward")]
+    table = markdown(headings, [*rows, ["grows with", "", *powers]])
+    blocks.append(
+        f"### Plans over the horizon, B = {results['config']['long_batch']}\n\n{table}\n\n"
+        f"Milliseconds, medians; the power of H by least squares from H = {long['from_horizon']} on.\n"
+    )
+    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    title = at.get("gpu", f"{at['cpu']}, one core")
+    return f"## {title}\n\n{machine(results)}, {versions}.\n\n" + "\n".join(blocks)
+
+
+def _ways(ways: dict[str, Any], default: str) -> str:
+    """Ways to the same answer beside each other."""
+    rows = []
+    for name, way in ways.items():
+        times = [_quartiles(way[what]) for what in ("forward", "backward", "both")]
+        judged = [f"{way[key]:.0e}" if key in way else "" for key in ("value_error", "gradient_error")]
+        ratios = [short(way[what]["median"] / ways[default][what]["median"]) for what in ("forward", "backward", "both")]
+        rows.append([f"{name} (rejected)" if "rejected" in way else name, *times, *judged, *ratios])
+    headings = ["way", "forward", "backward", "both", "answer", "gradient", "forward, ratio", "backward, ratio", "both, ratio"]
+    return markdown(headings, rows)
+
+
 def _quartiles(times: dict[str, Any]) -> str:
     low, high = times["quartiles"]
     return f"{short(times['median'])} ({short(low)}, {short(high)})"
@@ -221,3 +284,5 @@ def update(results: dict[str, Any], root: Path) -> None:
     (root / "docs" / "numbers.md").write_text(numbers(results["core"]))
     (root / "docs" / "solvers.md").write_text(solvers(results["solvers"]))
     (root / "docs" / "ode-speed.md").write_text(ode(results))
+    if "control" in results:
+        (root / "docs" / "control-speed.md").write_text(control(results))

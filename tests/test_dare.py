@@ -12,7 +12,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import torchdil as dil
 from torchdil.control import Stein, dare, dlqr
-from torchdil.control.dare import Doubling, RiccatiEquation, doubled, riccati_residual
+from torchdil.control.dare import Doubling, RiccatiEquation, at_once, doubled, riccati_residual
 from torchdil.control.stein import Loop, closed_loop, is_stable
 from torchdil.operator import Operator
 from torchdil.solution import Status
@@ -525,3 +525,16 @@ def test_a_batch_is_faster_than_a_loop():
     batched()
     ours, theirs = (min(seconds(f) for _ in range(3)) for f in (batched, loop))
     assert 16 * theirs / ours >= 5
+
+
+def test_doublings_in_one_go_leave_slow_systems_to_the_loop():
+    """What a GPU does, on the CPU: traced after some calls, and the same to rounding."""
+    A, B, Q, R = system(4, 2, 6)
+    A[2], B[2] = 0.9999 * torch.eye(4, dtype=A.dtype), 1e-3 * B[2]  # a closed loop near the unit circle
+    G = B @ torch.linalg.solve(R, B.mT)
+    expected, all_found, steps = doubled(A, G, Q, 32)
+    assert all_found.all() and steps[2] > 9
+    for _ in range(12):
+        S, found, taken = at_once(A, G, Q, 32)
+        assert found.all() and taken[2] == steps[2]
+        assert relative(S, expected) < EXACT

@@ -317,6 +317,15 @@ def test_a_start_that_requires_grad_does_not_matter():
     assert grad(y.sum(), y0, allow_unused=True, retain_graph=True) == (None,)
 
 
+def test_a_view_of_a_parameter_that_was_made_without_grad():
+    """Torch says of such a view that it requires grad, and has no edge for it."""
+    theta = torch.ones(3, requires_grad=True)
+    with torch.no_grad():
+        row = theta.view(1, 3)
+        y = dil.argmin(lambda y, a: ((y - a[0]) ** 2).sum(), torch.zeros(3), (row,)).value
+    assert not y.requires_grad and torch.allclose(y, torch.ones(3))
+
+
 def test_no_grad():
     a = tensor(0.5, 2.0).requires_grad_()
     with torch.no_grad():

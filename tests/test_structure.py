@@ -17,7 +17,7 @@ MAX_LINES = 400
 
 # From the bottom up: a module imports only from its own group's package or from groups above it in this list.
 LAYERS = [
-    ("batch",),
+    ("batch", "compiled"),
     ("plot",),
     ("solution",),
     ("live",),

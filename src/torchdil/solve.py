@@ -20,7 +20,7 @@ from torchdil.batch import Layout, map_tensors
 from torchdil.implicit import Condition, Point
 from torchdil.linear import Auto, LinearSolver
 from torchdil.linear.curvature import negative_curvature
-from torchdil.modes import full_precision, no_tangents, observed_by, observer, plain_saving, transforms_active
+from torchdil.modes import full_precision, no_tangents, observed_by, observer, plain_saving, tangents_active, transforms_active
 from torchdil.problem import Call, Problem, Statement
 from torchdil.solution import Report, Result, Solution, Stats, Status, handle_failure
 from torchdil.solvers.base import Solver
@@ -118,6 +118,8 @@ class Setting:
         if torch.is_inference_mode_enabled():  # solvers need gradients, which its tensors cannot have
             with torch.inference_mode(False), torch.no_grad():
                 return self.attached(*map_tensors(lambda t: t.clone() if t.is_inference() else t, (y0, args)))
+        if not (torch.is_grad_enabled() or tangents_active() or transforms_active()):
+            args = map_tensors(Tensor.detach, args)  # a view of a leaf that was made without grad says that it requires grad
         first = pytree.tree_leaves(y0)[0]
         args = _cast_up(args, first)
         with full_precision(first):

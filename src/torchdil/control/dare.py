@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.batch import Layout
+from torchdil.compiled import Compiled
 from torchdil.control.diagnosis import causes, is_positive
 from torchdil.control.shapes import broadcast, check_like, check_size, states_and_controls, symmetric
 from torchdil.control.stein import Loop, Stein, closed_loop, is_stable, matrices
@@ -35,6 +36,8 @@ from torchdil.solvers.base import Solver
 # an accelerator, where each look is a synchronisation.
 _MOST_DOUBLINGS = 32
 _LOOK_EVERY = 3
+# Doublings that a GPU makes before the first look, as one graph.
+_AT_ONCE = 9
 # Few systems are done before.
 _FIRST_LOOK = 3
 # Steps of Newton that refine an answer which is not good enough.
@@ -115,7 +118,8 @@ class Doubling(Solver):
             S, found = torch.full_like(Q, torch.nan), torch.zeros_like(positive)
             if not alone:
                 V = torch.linalg.solve_triangular(L, B.mT, upper=False)
-                S, found, steps = doubled(A, torch.bmm(V.mT, V), Q, self.max_steps)
+                find = at_once if A.is_cuda else doubled
+                S, found, steps = find(A, torch.bmm(V.mT, V), Q, self.max_steps)
                 # In low precision a mode that Q hardly sees may be lost, and the solution be another one.
                 found = found & positive & is_stable(closed_loop(S, A, B, R)[0])
             why: list[tuple[str, Tensor]] = []
@@ -158,23 +162,15 @@ def doubled(A: Tensor, G: Tensor, H: Tensor, most: int) -> tuple[Tensor, Tensor,
     there is a stabilising solution; then, and only then, do G and H converge with A to zero. G and H are symmetric.
     """
     n, every = A.shape[1], 1 if A.device.type == "cpu" else _LOOK_EVERY
-    eps, eye = torch.finfo(A.dtype).eps, torch.eye(n, dtype=A.dtype, device=A.device)
+    eye = torch.eye(n, dtype=A.dtype, device=A.device)
     S, found = torch.full_like(H, torch.nan), torch.zeros_like(A[:, 0, 0], dtype=torch.bool)
     steps, running = torch.full_like(found, most, dtype=torch.long), torch.arange(len(A), device=A.device)
     pair, H = torch.cat((A, G), dim=2), H.clone()
     for step in range(1, most + 1):
-        A, G = pair.split(n, dim=2)
-        X, _ = torch.linalg.solve_ex(torch.baddbmm(eye, G, H), pair)
-        pair = torch.bmm(A, X)
-        pair[:, :, n:] = torch.baddbmm(G, pair[:, :, n:], A.mT)
-        change = torch.bmm(A.mT, torch.bmm(H, X[:, :, :n]))
-        H += change
+        pair, H, change = _doubling(pair, H, eye)
         if step < most and (step < _FIRST_LOOK or step % every):
             continue
-        moved, size, left = (batch.norm(t.flatten(1)) for t in (change, H, pair[:, :, :n]))
-        # The next change would be the square of this one, relatively.
-        done = (moved <= eps**0.5 * size) & (left <= eps**0.25)
-        ended = done | ~torch.isfinite(size + left)
+        done, ended = _ended(pair, H, change)
         if not bool(ended.any()):
             continue
         S[running[ended]], found[running], steps[running] = H[ended], done, step
@@ -182,6 +178,42 @@ def doubled(A: Tensor, G: Tensor, H: Tensor, most: int) -> tuple[Tensor, Tensor,
             break
         running, pair, H = (t[~ended] for t in (running, pair, H))
     return symmetric(S), found, steps
+
+
+def at_once(A: Tensor, G: Tensor, H: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same on a GPU: so many doublings for all samples in one CUDA graph, then those that need more."""
+    S, found = Compiled(_doublings, None, _doublings)(A, G, H)
+    steps = torch.full_like(found, _AT_ONCE, dtype=torch.long)
+    rest = ~found
+    if bool(rest.any()):
+        S[rest], found[rest], steps[rest] = doubled(A[rest], G[rest], H[rest], most)
+    return S, found, steps
+
+
+def _doublings(A: Tensor, G: Tensor, H: Tensor) -> tuple[Tensor, Tensor]:
+    pair, eye = torch.cat((A, G), dim=2), torch.eye(A.shape[1], dtype=A.dtype, device=A.device)
+    for _ in range(_AT_ONCE):
+        pair, H, change = _doubling(pair, H, eye)
+    return symmetric(H), _ended(pair, H, change)[0]
+
+
+def _doubling(pair: Tensor, H: Tensor, eye: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One step: A and G side by side, (B, n, 2n), H, and the change of H."""
+    n = H.shape[1]
+    A, G = pair.split(n, dim=2)
+    X, _ = torch.linalg.solve_ex(torch.baddbmm(eye, G, H), pair)
+    AX = torch.bmm(A, X)
+    change = torch.bmm(A.mT, torch.bmm(H, X[:, :, :n]))
+    return torch.cat((AX[:, :, :n], torch.baddbmm(G, AX[:, :, n:], A.mT)), dim=2), H + change, change
+
+
+def _ended(pair: Tensor, H: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+    """Which samples have converged, and which are done with, (B,) each."""
+    eps = torch.finfo(H.dtype).eps
+    moved, size, left = (batch.norm(t.flatten(1)) for t in (change, H, pair[:, :, : H.shape[1]]))
+    # The next change would be the square of this one, relatively.
+    done = (moved <= eps**0.5 * size) & (left <= eps**0.25)
+    return done, done | ~torch.isfinite(size + left)
 
 
 def _by_scipy(S: Tensor, found: Tensor, usable: Tensor, A: Tensor, B: Tensor, Q: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,14 +18,17 @@ from torch import Tensor
 from torchdil import batch
 from torchdil.control.expansion import Expansion
 from torchdil.control.plan import Plan
-from torchdil.control.riccati import apply, invert, local_problem, roll, size_of
+from torchdil.control.riccati import apply, inverse_of, invert, local_problem, roll, size_of
 from torchdil.problem import Box, Problem
-from torchdil.solution import Result
+from torchdil.solution import Result, Status
 from torchdil.solvers.line_search import Iterate
 from torchdil.solvers.newton import Direction, Newton, NewtonSteps
 
 # In a box a shorter step than this goes straight: clipping may keep the closed loop from going downhill, however short.
 _STRAIGHT = 0.1
+# How often, and how much further, to go on where F met its tolerance but Newton's step is still long.
+_ROUNDS = 5
+_FURTHER = 1e-3
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,21 @@ class DDP(NewtonSteps):
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
         if problem.bound is None:
             return Newton(self.rtol, self.atol, self.max_steps, self.verbose).solve(problem, y0, tolerance)
-        return super().solve(problem, y0, tolerance)
+        result = super().solve(problem, y0, tolerance)
+        for _ in range(_ROUNDS):
+            now = Iterate.at(problem, result.value)
+            left = batch.norm(self._direction(problem, now).d)
+            # An unstable system makes F huge along a few directions, and small against that everywhere else.
+            way = torch.maximum(batch.norm(now.y), batch.norm(now.y - y0))
+            loose = (result.status == Status.converged) & (left > self.accuracy(y0.dtype) ** 0.5 * way)
+            if not bool(loose.any()):
+                break
+            more = super().solve(problem, now.y, torch.where(loose, _FURTHER * batch.norm(now.F), torch.inf))
+            more.stats.steps = more.stats.steps + result.stats.steps
+            more.stats.history = result.stats.history + more.stats.history[1:]
+            # Where F is as small as rounding lets it be, the search for more ends by stagnation.
+            result = more._replace(status=torch.where(more.status == Status.stagnated, result.status, more.status))
+        return result
 
     def _factorises(self, y: Tensor) -> bool:
         return True
@@ -126,7 +143,7 @@ def _within(U: Tensor, q: Tensor, inverse: Tensor, low: Tensor, high: Tensor) ->
         if U.shape[-1] == 1:
             return torch.where(both, inverse, 0.0)
         reduced = torch.where(both, U, torch.diag_embed(held.to(U.dtype)))
-        return torch.where(both, torch.cholesky_inverse(torch.linalg.cholesky_ex(reduced)[0]), 0.0)
+        return torch.where(both, inverse_of(torch.linalg.cholesky_ex(reduced)[0]), 0.0)
 
     def value(k: Tensor) -> Tensor:
         return batch.dot(0.5 * apply(U, k) - q, k)

@@ -16,7 +16,7 @@ from torchdil.control.riccati import Riccati
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import eager, observed_by, transforms_active
 from torchdil.solution import FailurePolicy, Report, check_policy
-from torchdil.solve import Setting
+from torchdil.solve import Setting, uncompiled
 from torchdil.solvers.base import Solver
 from torchdil.solvers.bounds import check_bounds, rows_of
 from torchdil.solvers.sampling import CEM, MPPI, RandomShooting
@@ -80,7 +80,7 @@ class MPC(nn.Module):
             if not callable(function) and not (name == "terminal" and function is None):
                 raise TypeError(f"{name} must be callable, got {type(function).__name__}.")
         for name, number in (("horizon", horizon), ("control_dim", control_dim)):
-            if not isinstance(number, int) or number < 1:
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {number!r}.")
         if isinstance(solver, type) or not (solver is None or isinstance(solver, Solver) or callable(solver)):
             raise TypeError(f"solver must be a torchdil solver such as DDP() or a callable (fn, u0) -> u, got {solver!r}.")
@@ -110,8 +110,10 @@ class MPC(nn.Module):
         _check_state(x_obs)
         single = x_obs.dim() == 1
         x = x_obs.unsqueeze(0) if single else x_obs
-        start = self._cold(x) if u0 is None else self._checked(u0.unsqueeze(0) if single else u0, x)
-        plan = Plan(self.dynamics, self.cost, self.terminal, (self.horizon, self.control_dim), self.bounds)
+        start = self._cold(x) if u0 is None else self._checked(u0, x, single)
+        terminal = None if self.terminal is None else uncompiled(self.terminal)
+        shape = self.horizon, self.control_dim
+        plan = Plan(uncompiled(self.dynamics), uncompiled(self.cost), terminal, shape, self.bounds)
         _check_functions(plan, x, start)
         layout = Layout.of(start, 1)
         report = Report(torch.Size(()) if single else layout.batch_shape)
@@ -152,15 +154,19 @@ class MPC(nn.Module):
         """
         if not callable(true_dynamics):
             raise TypeError(f"true_dynamics must be callable, got {type(true_dynamics).__name__}.")
-        if not isinstance(steps, int) or steps < 1:
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
-        _check_state(x0)
+        _check_state(x0, "x0")
         self.reset()
         single = x0.dim() == 1
         states, controls = [x0.unsqueeze(0) if single else x0], []
         for _ in range(steps):
             controls.append(self.act(states[-1]) if warm_start else self(states[-1])[:, 0])
-            states.append(true_dynamics(states[-1], controls[-1]))
+            ahead = true_dynamics(states[-1], controls[-1])
+            if not isinstance(ahead, Tensor) or ahead.shape != states[-1].shape:
+                got = f"shape {tuple(ahead.shape)}" if isinstance(ahead, Tensor) else type(ahead).__name__
+                raise ValueError(f"true_dynamics must return a tensor of shape {tuple(states[-1].shape)}, got {got}.")
+            states.append(ahead)
         trajectory = Rollout(torch.stack(states, dim=1), torch.stack(controls, dim=1))
         return Rollout(trajectory.states[0], trajectory.controls[0]) if single else trajectory
 
@@ -189,14 +195,19 @@ class MPC(nn.Module):
         shifted = torch.cat((last[:, 1:], last[:, -1:]), dim=1)
         return shifted[0] if x_obs.dim() == 1 else shifted
 
-    def _checked(self, u0: Any, x: Tensor) -> Tensor:
+    def _checked(self, u0: Any, x: Tensor, single: bool) -> Tensor:
+        if not isinstance(u0, Tensor):
+            raise TypeError(f"u0 must be a tensor, got {type(u0).__name__}.")
         check_unknown(u0, "u0")
-        shape = (x.shape[0], self.horizon, self.control_dim)
+        shape, name = torch.Size((*x.shape[:-1], self.horizon, self.control_dim)), "horizon, control_dim"
+        if single:
+            shape = shape[1:]
         if u0.shape != shape:
-            raise ValueError(f"u0 must be of shape (B, horizon, control_dim) = {shape}, got {tuple(u0.shape)}.")
+            name = name if single else f"B, {name}"
+            raise ValueError(f"u0 must be of shape ({name}) = {tuple(shape)}, got {tuple(u0.shape)}.")
         if u0.dtype != x.dtype or u0.device != x.device:
             raise TypeError(f"u0 must be like x_obs ({x.dtype}, {x.device}), got {u0.dtype}, {u0.device}.")
-        return u0
+        return u0.unsqueeze(0) if single else u0
 
     def __getstate__(self) -> dict[str, Any]:
         # What the last call left behind belongs to this object, not to its copies.
@@ -208,11 +219,11 @@ class MPC(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in shown if getattr(self, name) is not None)
 
 
-def _check_state(x: Any) -> None:
-    check_unknown(x, "x_obs")
+def _check_state(x: Any, name: str = "x_obs") -> None:
     if not isinstance(x, Tensor) or x.dim() not in (1, 2):
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"x_obs must be a tensor of shape (B, n), or (n,) for one system, got {got}.")
+        raise ValueError(f"{name} must be a tensor of shape (B, n), or (n,) for one system, got {got}.")
+    check_unknown(x, name)
 
 
 def _check_functions(plan: Plan, x: Tensor, u: Tensor) -> None:

@@ -178,7 +178,7 @@ def invert(U: Tensor, size: Tensor, cautious: bool = False) -> tuple[Tensor, Ten
         inverse, pivots, info = 1 / U, U[..., 0], torch.zeros_like(size, dtype=torch.int32)
     else:
         factor, info = torch.linalg.cholesky_ex(U)
-        inverse, pivots = torch.cholesky_inverse(factor), torch.diagonal(factor, dim1=-2, dim2=-1).square()
+        inverse, pivots = inverse_of(factor), torch.diagonal(factor, dim1=-2, dim2=-1).square()
     positive = (info == 0) & (pivots > floor.unsqueeze(1)).all(dim=1)
     if not cautious:
         return inverse, positive
@@ -188,6 +188,11 @@ def invert(U: Tensor, size: Tensor, cautious: bool = False) -> tuple[Tensor, Ten
     by_values = (vectors * reciprocal.unsqueeze(1)) @ vectors.mT
     by_values = torch.where(finite[:, None, None], by_values, torch.nan)
     return torch.where(positive[:, None, None], inverse, by_values), positive
+
+
+def inverse_of(factor: Tensor) -> Tensor:
+    """(L Lᵀ)⁻¹; unlike `torch.cholesky_inverse` it does not raise for a whole batch where one L is singular."""
+    return torch.cholesky_solve(torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor), factor)
 
 
 def size_of(local: Expansion) -> Tensor:

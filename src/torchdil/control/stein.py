@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
+from torchdil.compiled import Compiled
 from torchdil.linear import Auto, LinearSolver
 from torchdil.linear.evidence import Chosen
 from torchdil.operator import Operator
@@ -25,8 +26,10 @@ from torchdil.solution import Result, Stats, Status
 
 # 2⁴⁰ terms: a closed loop that close to the unit circle cannot be told from one on it.
 _MOST_DOUBLINGS = 40
-# Doublings between two looks at the powers of M on an accelerator, where each look is a synchronisation.
+# Doublings between two looks at the powers of M on an accelerator, where each look is a synchronisation; and before the first,
+# which are one CUDA graph.
 _LOOK_EVERY = 3
+_AT_ONCE = 9
 # A margin for the curvature of the Riccati equation, as direct solves have it.
 _MARGIN = 1.1
 
@@ -100,6 +103,8 @@ class Loop:
         X, M = (Y * shrink, self.M * math.sqrt(shrink)) if self.damping else (Y, self.M)
         every = 1 if Y.device.type == "cpu" else _LOOK_EVERY
         small, taken = torch.finfo(Y.dtype).eps ** 0.5, 0
+        if Y.is_cuda and self.most > _AT_ONCE:
+            (X, M), taken = Compiled(_doublings, None, _doublings)(X, M), _AT_ONCE
         total, running = torch.empty_like(X), torch.arange(len(X), device=X.device)
         converged = torch.zeros_like(running, dtype=torch.bool)
         while True:
@@ -112,8 +117,7 @@ class Loop:
                     if not number:
                         return total, converged, taken
                     running, X, M = (t[short] for t in (running, X, M))
-            X = torch.baddbmm(X, torch.bmm(M.mT, X), M)
-            M = torch.bmm(M, M)
+            X, M = _doubling(X, M)
             taken += 1
 
     def remainder(self, X: Tensor, Y: Tensor) -> Tensor:
@@ -149,9 +153,21 @@ class Doubled:
         return _MARGIN * batch.norm(Loop(self.loop.M.mT).solve(F)[0].flatten(1))
 
 
+def _doubling(X: Tensor, M: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.baddbmm(X, torch.bmm(M.mT, X), M), torch.bmm(M, M)
+
+
+def _doublings(X: Tensor, M: Tensor) -> tuple[Tensor, Tensor]:
+    for _ in range(_AT_ONCE):
+        X, M = _doubling(X, M)
+    return X, M
+
+
 def is_stable(M: Tensor) -> Tensor:
     """Which matrices have all eigenvalues inside the unit circle, (B,): a power of theirs is less than 1."""
     every = 1 if M.device.type == "cpu" else _LOOK_EVERY
+    if M.is_cuda:
+        (M,) = Compiled(_powers, None, _powers)(M)
     for step in range(_MOST_DOUBLINGS):
         if step:
             M = torch.bmm(M, M)
@@ -159,6 +175,12 @@ def is_stable(M: Tensor) -> Tensor:
         if step % every == 0 and not bool(((size >= 1) & size.isfinite()).any()):
             break
     return size < 1
+
+
+def _powers(M: Tensor) -> tuple[Tensor]:
+    for _ in range(_AT_ONCE):
+        M = torch.bmm(M, M)
+    return (M,)
 
 
 def matrices(y: Tensor, args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

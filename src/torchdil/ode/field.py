@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 
 from torchdil import batch
 from torchdil.batch import Layout
+from torchdil.compiled import memory
 from torchdil.modes import no_tangents, transforms_active
-from torchdil.ode.compiled import memory
 
 Call = Callable[..., Any]
 # They would not tell that they use t.

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from torchdil.batch import map_tensors
+from torchdil.compiled import memory
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import eager, full_precision
 from torchdil.ode.adaptive import adaptive
 from torchdil.ode.adaptive_adjoint import adaptive_adjoint
 from torchdil.ode.adjoint import adjoint_grid
 from torchdil.ode.backprop import unrolled_grid
-from torchdil.ode.compiled import memory
 from torchdil.ode.equation import Equation, Grid, Options
 from torchdil.ode.fixed import fixed_grid
 from torchdil.ode.methods import Method, method_of

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
+from torchdil.compiled import Compiled
 from torchdil.live import LiveTable
 from torchdil.ode.bidiagonal import WIDE, Bidiagonal, Factors, backward_substitution, forward_substitution, inverted, probes
-from torchdil.ode.compiled import Compiled
 from torchdil.ode.trajectory import Trajectory, sizes
 from torchdil.problem import Problem
 from torchdil.solution import Result, Stats, Status

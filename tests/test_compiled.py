@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 import torchdil as dil
-from torchdil.ode import SimplifiedNewton, compiled, solve
-from torchdil.ode.compiled import Compiled, memory
+from torchdil import compiled
+from torchdil.compiled import Compiled, memory
+from torchdil.ode import SimplifiedNewton, solve
 from torchdil.ode.whole import WholeTrajectory
 from torchdil.solution import Status
 

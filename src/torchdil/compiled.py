@@ -27,6 +27,8 @@ Function = Callable[..., tuple[Tensor, ...]]
 _tracing = threading.Lock()
 # Calls of one kind before it is traced: that takes a few tenths of a second.
 _PATIENCE = 10
+# How many kinds of one function are remembered: a batch size that is never the same must not fill the memory.
+_KINDS = 64
 
 
 class _Kind:
@@ -65,6 +67,8 @@ class Compiled:
     @torch.no_grad()
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         signature = (self._key, *((t.shape, t.dtype, t.device) for t in inputs))
+        if len(self._memory) >= _KINDS and signature not in self._memory:
+            self._memory.clear()
         kind = self._memory.setdefault(signature, _Kind())
         kind.calls += 1
         if kind.calls == _PATIENCE + 1:
