@@ -13,7 +13,21 @@ import torchdil as dil
 from benchmarks import core, scale
 from benchmarks.machine import machine
 from benchmarks.tables import machine as in_words
-from experiments import coverage, coverage_page, faults, kepler, kepler_page, page, runtime, runtime_page, trust
+from experiments import (
+    cartpole,
+    cartpole_page,
+    coverage,
+    coverage_page,
+    faults,
+    kepler,
+    kepler_page,
+    lqr,
+    lqr_page,
+    page,
+    runtime,
+    runtime_page,
+    trust,
+)
 
 RESULTS = Path("results")
 # Unknowns of the large problems, and how often they are timed.
@@ -46,6 +60,10 @@ def main() -> None:
     inexact = kepler.run(kepler.Config.preset(options.preset), options.seed)
     print("runtime of neural ODEs ...", flush=True)
     times = runtime.run(runtime.Config.preset(options.preset), options.seed)
+    print("imitating a regulator ...", flush=True)
+    regulators = json.loads(json.dumps(lqr.run(lqr.Config.preset(options.preset), options.seed)))
+    print("cart-pole swing-up ...", flush=True)
+    carts = json.loads(json.dumps(cartpole.run(cartpole.Config.preset(options.preset), options.seed)))
     unknowns, repeats = SIZES[options.preset]
     large = []
     for name in scale.energies(16):
@@ -61,6 +79,9 @@ def main() -> None:
     (RESULTS / "core.json").write_text(json.dumps(results | {"warm_start": warm} | rows, indent=2) + "\n")
     (RESULTS / "kepler.json").write_text(json.dumps(inexact | {"machine": about}) + "\n")
     (RESULTS / "runtime.json").write_text(json.dumps(times | {"machine": about}) + "\n")
+    (RESULTS / "lqr.json").write_text(json.dumps(regulators | {"machine": about}) + "\n")
+    (RESULTS / "cartpole.json").write_text(json.dumps(carts | {"machine": about}) + "\n")
+    cartpole_page.animation(carts, RESULTS / "cartpole.gif")
     sections = [
         (
             "What a layer says of its gradient",
@@ -115,6 +136,27 @@ def main() -> None:
             + page.gallery(list(runtime_page.figures(times).values()))
             + page.table(runtime_page.claims(times))
             + "".join(page.table(runtime_page.rows(times, family)) for family in runtime_page.FAMILIES),
+        ),
+        (
+            "Imitating a regulator",
+            page.paragraph(
+                "The paper's appendix: the dynamics of a mass-spring-damper are learned from an expert's controls alone, "
+                "through the Riccati equation of the optimal regulator."
+            )
+            + page.paragraph(lqr_page.answer(regulators))
+            + page.gallery(list(lqr_page.figures(regulators).values())[:2])
+            + page.table(lqr_page.rows(regulators)),
+        ),
+        (
+            "Cart-pole swing-up from observations",
+            page.paragraph(
+                "The paper's Table 2 and Figure 3: dynamics and target are learned from the states of a noisy expert, through "
+                "the planning step of model predictive control (MPC_IFT), beside behavioural cloning (BC)."
+            )
+            + page.paragraph(cartpole_page.answer(carts))
+            + page.picture(RESULTS / "cartpole.gif", "The swing-up by the expert, BC and MPC_IFT")
+            + page.gallery(list(cartpole_page.figures(carts).values()))
+            + "".join(page.table(cartpole_page.rows(carts, setting)) for setting in carts["settings"]),
         ),
         (
             f"A backward pass at {unknowns:,} unknowns",

@@ -238,7 +238,7 @@ to the analytic curve up to that iteration, over all runs and all c; the line at
 Not because of the gradients, which agree at the same Â: learning itself magnifies roundings, of the analytic gradient as of the
 others. A likely reason is that Adam divides by the root of a second moment that forgets: where the gradients are small for
 long, after many starts where the expert is at rest or close to the solution, its steps can grow to
-{config["learning_rate"]:g} / 1e-8 times the gradient and leave the valley. With 16 starts a step every run reaches the solution,
+{config["learning_rate"]:g} / 1e-8 times the gradient and leave the valley. With 16 starts a step all runs reach the solution,
 and some leave it again; AMSGrad, which keeps the largest second moment, stays there. The losses of a run that has converged to
 rounding are rounding, and their relative difference means nothing any more.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import io
+from pathlib import Path
 from typing import Any
 
 _STYLE = """
@@ -17,7 +19,7 @@ p { margin: .4rem 0 .8rem; max-width: 46rem; } .soft { color: var(--soft); font-
 th, td { text-align: left; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { font-weight: 600; } td:first-child { white-space: normal; min-width: 6rem; }
 figure { margin: .6rem 0; background: #fff; border-radius: 6px; padding: .4rem; }
-figure svg { width: 100%; height: auto; display: block; }
+figure svg { width: 100%; height: auto; display: block; } figure img { max-width: 100%; display: block; margin: 0 auto; }
 .gallery { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); gap: .8rem;
   align-items: start; margin: .6rem 0 1rem; }
 .gallery figure { margin: 0; } pre { overflow-x: auto; font-size: .85rem; line-height: 1.4; }
@@ -58,6 +60,13 @@ def vector_graphic(fig: Any) -> str:
     fig.savefig(buffer, format="svg")
     text = buffer.getvalue()
     return f"<figure>{text[text.index('<svg') :]}</figure>"
+
+
+def picture(path: Path, alt: str) -> str:
+    """An image file, inside the page."""
+    kind = path.suffix.removeprefix(".")
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<figure><img src="data:image/{kind};base64,{data}" alt="{html.escape(alt)}"></figure>'
 
 
 def gallery(figures: list[Any]) -> str:

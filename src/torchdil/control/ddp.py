@@ -62,7 +62,8 @@ class DDP(NewtonSteps):
             more.stats.steps = more.stats.steps + result.stats.steps
             more.stats.history = result.stats.history + more.stats.history[1:]
             # Where F is as small as rounding lets it be, the search for more ends by stagnation.
-            result = more._replace(status=torch.where(more.status == Status.stagnated, result.status, more.status))
+            worse = loose & (more.status != Status.stagnated)
+            result = more._replace(status=torch.where(worse, more.status, result.status))
         return result
 
     def _factorises(self, y: Tensor) -> bool:
