@@ -4,6 +4,7 @@
    `solve_discrete_are` with a dense adjoint, (n² × n²), in NumPy on one core.
 2. `dil.control.MPC` with a network as dynamics: DDP and the Riccati recursion against dense Newton and against
    backpropagation through the steps of Newton; and over the horizon, O(H) against O(H³).
+3. Beside mpc.pytorch, if that is installed (`benchmarks.control_peer`).
 
 All answers are compared first. The ways take turns. `python -m benchmarks.control [--device cuda]` writes
 `benchmarks/results/control.json` or `control_gpu.json`.
@@ -17,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import scipy
@@ -27,14 +28,14 @@ from scipy.linalg import solve_discrete_are
 from torch import Tensor, nn
 
 import torchdil as dil
+from benchmarks import control_peer
 from benchmarks.machine import machine
-from benchmarks.timing import now, one_core, quartiles
+from benchmarks.timing import Way, one_core, timed
 from torchdil.control.plan import Plan
 
 RESULTS = Path(__file__).parent / "results"
 # Relative, to the reference in float64: an answer or a gradient beyond it is `rejected`.
 EXACT = {torch.float64: 1e-8, torch.float32: 1e-3}
-LONG = 0.3  # seconds; such a call needs no other before it
 SCIPY, OURS = "SciPy loop, dense adjoint", "torchdil"
 PLANNED = "DDP, Riccati"
 
@@ -74,41 +75,6 @@ class Config:
             small: dict[str, Any] = {"batches": (2,), "horizons": (5,), "unrolled": 5, "long_horizons": (4, 8), "long_batch": 2}
             return Config(systems=16, states=4, controls=2, hidden=8, rounds=1, warm_up=0, device=device, **small)
         return Config(device=device)
-
-
-class Way(NamedTuple):
-    """How to do it: an answer, and the gradients of its weighted sum."""
-
-    forward: Callable[[], Any]
-    backward: Callable[[Any], Any]
-
-
-def timed(ways: dict[str, Way], config: Config) -> dict[str, Any]:
-    """Medians and quartiles in milliseconds; the ways take turns."""
-
-    def call(way: Way) -> tuple[float, float]:
-        began = now(config.device)
-        answer = way.forward()
-        middle = now(config.device)
-        way.backward(answer)
-        return middle - began, now(config.device) - middle
-
-    for way in ways.values():
-        if sum(call(way)) < LONG:
-            for _ in range(config.warm_up):
-                call(way)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for _ in range(config.rounds):
-        for name, way in ways.items():
-            times[name].append(call(way))
-    return {
-        name: {
-            "forward": quartiles([forward for forward, _ in found]),
-            "backward": quartiles([backward for _, backward in found]),
-            "both": quartiles([sum(pair) for pair in found]),
-        }
-        for name, found in times.items()
-    }
 
 
 # --- Riccati equations -------------------------------------------------------------------------------------------------------
@@ -184,7 +150,7 @@ def riccati(config: Config, seed: int = 0) -> dict[str, Any]:
         found[name] = {"value_error": value_error, "gradient_error": gradient_error}
         if not max(value_error, gradient_error) < EXACT[dtypes[name]]:
             found[name]["rejected"] = True
-    for name, times in timed(ways | {SCIPY: loop}, config).items():
+    for name, times in timed(ways | {SCIPY: loop}, config.device, config.rounds, config.warm_up).items():
         found.setdefault(name, {}).update(times)
     sizes = {"systems": config.systems, "states": config.states, "controls": config.controls}
     return sizes | {"ways": found, "faster": _ratios(found, SCIPY, OURS)}
@@ -259,7 +225,7 @@ def plans(config: Config, samples: int, horizon: int, seed: int = 0, *, unrolled
         found[name] = {"value_error": _distance([u], [reference]), "gradient_error": _distance(way.backward(u), gradients)}
         if not max(found[name].values()) < EXACT[torch.float64]:
             found[name]["rejected"] = True
-    for name, times in timed(ways, config).items():
+    for name, times in timed(ways, config.device, config.rounds, config.warm_up).items():
         found[name] |= times
     case = {"batch": samples, "horizon": horizon, "steps": steps, "ways": found}
     return case | {"faster": {name: _ratios(found, name, PLANNED) for name in found if name != PLANNED}}
@@ -297,6 +263,9 @@ def run(config: Config, seed: int = 0) -> dict[str, Any]:
         about = machine() | {"seed": seed, "device": config.device}
         if config.device == "cuda":
             about["gpu"] = torch.cuda.get_device_name()
+        if config.device == "cpu" and not control_peer.installed():
+            print("mpc is not installed: the comparison with it is left out", flush=True)
+        beside = config.device == "cpu" and control_peer.installed()
         pairs = [(samples, horizon) for horizon in config.horizons for samples in config.batches]
         return {
             "machine": about,
@@ -305,6 +274,7 @@ def run(config: Config, seed: int = 0) -> dict[str, Any]:
             "riccati": riccati(config, seed),
             "plans": [plans(config, b, h, seed, unrolled=h <= config.unrolled) for b, h in pairs],
             "over_horizon": over_horizon(config, seed),
+            "peer": control_peer.run(config.rounds, config.warm_up, seed) if beside else None,
         }
 
 

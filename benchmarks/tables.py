@@ -226,9 +226,23 @@ def _control_part(results: dict[str, Any]) -> str:
         f"### Plans over the horizon, B = {results['config']['long_batch']}\n\n{table}\n\n"
         f"Milliseconds, medians; the power of H by least squares from H = {long['from_horizon']} on.\n"
     )
+    if results.get("peer") is not None:
+        blocks.append(_peer_part(results["peer"]))
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     title = at.get("gpu", f"{at['cpu']}, one core")
     return f"## {title}\n\n{machine(results)}, {versions}.\n\n" + "\n".join(blocks)
+
+
+def _peer_part(peer: dict[str, Any]) -> str:
+    held = f"{100 * peer['held']:.0f} % of the controls at a bound"
+    return f"""### Beside mpc.pytorch {peer["versions"]["mpc"]}
+
+A pendulum with a quadratic cost, H = {peer["horizon"]}, B = {peer["batch"]}, {held}. *Answer* is the distance to torchdil's
+plan, *gradient*, in the weights of the cost, that to central differences. mpc.pytorch differentiates the last linearisation of
+the dynamics, not the plan: it leaves out their curvature.
+
+{_ways(peer["ways"], "torchdil")}
+"""
 
 
 def _ways(ways: dict[str, Any], default: str) -> str:
