@@ -74,6 +74,8 @@ class Config:
         if name == "smoke":
             small: dict[str, Any] = {"batches": (2,), "horizons": (5,), "unrolled": 5, "long_horizons": (4, 8), "long_batch": 2}
             return Config(systems=16, states=4, controls=2, hidden=8, rounds=1, warm_up=0, device=device, **small)
+        if device == "cuda":  # eager planning is bound by launches there, whatever its sizes: a few of them will do
+            return Config(device=device, batches=(32, 256), horizons=(10,), long_horizons=(10, 50))
         return Config(device=device)
 
 

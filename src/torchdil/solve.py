@@ -98,7 +98,7 @@ class Setting:
         for argument, part in (("solver", self.solver), ("linear_solver", self.linear_solver)):
             only = getattr(part, "only", "")
             if only not in ("", self.statement.name):
-                raise ValueError(f"{argument}={type(part).__name__}() is for a {only} only, got a {self.statement.name}.")
+                raise ValueError(f"{argument}={type(part).__name__}() knows the structure of a {only} only, not of this problem.")
 
     def counted(self, function: Call) -> Call:
         """The function, its calls counted."""
