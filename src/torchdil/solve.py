@@ -98,7 +98,8 @@ class Setting:
         for argument, part in (("solver", self.solver), ("linear_solver", self.linear_solver)):
             only = getattr(part, "only", "")
             if only not in ("", self.statement.name):
-                raise ValueError(f"{argument}={type(part).__name__}() knows the structure of a {only} only, not of this problem.")
+                name = type(part).__name__
+                raise ValueError(f"{argument}={name}() knows the structure of a {only} only, not of this problem.")
 
     def counted(self, function: Call) -> Call:
         """The function, its calls counted."""
