@@ -87,13 +87,17 @@ def lqr(
     only the symmetric parts matter.
 
     Args:
-        A, B: dynamics x' = A x + B u + c: (n, n) and (n, m).
-        Q, R: cost of states and controls: (n, n) and (m, m).
+        A: dynamics x' = A x + B u + c: (n, n).
+        B: effect of the controls: (n, m).
+        Q: cost xᵀQx: (n, n).
+        R: cost uᵀRu: (m, m).
         horizon: H, if the matrices do not depend on time.
         N: cost 2 xᵀNu: (n, m).
-        q, r: cost 2 qᵀx + 2 rᵀu: (n,) and (m,).
-        c: drift, (n,).
-        Qf, qf: terminal cost; None: Q, and q, of the last step.
+        q: cost 2 qᵀx: (n,).
+        r: cost 2 rᵀu: (m,).
+        c: drift: (n,).
+        Qf: terminal cost xᵀQf x: (n, n); None: Q of the last step.
+        qf: terminal cost 2 qfᵀx: (n,); None: q of the last step.
 
     Returns:
         A `Policy`.
