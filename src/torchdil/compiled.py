@@ -67,8 +67,10 @@ class Compiled:
     @torch.no_grad()
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         signature = (self._key, *((t.shape, t.dtype, t.device) for t in inputs))
-        if len(self._memory) >= _KINDS and signature not in self._memory:
-            self._memory.clear()
+        if signature not in self._memory:
+            kinds = [key for key, value in self._memory.items() if isinstance(value, _Kind)]
+            if len(kinds) >= _KINDS:
+                del self._memory[kinds[0]]
         kind = self._memory.setdefault(signature, _Kind())
         kind.calls += 1
         if kind.calls == _PATIENCE + 1:

@@ -114,6 +114,7 @@ class Point:
         primal = fwd.unpack_dual(self.F).primal if tangents_active() else self.F
         self.operator = Operator(condition.residual, y, condition.symmetric, graph=(leaf, primal), key=condition.key)
         self.operator.watched, self.operator.bound = primal.detach(), condition.bound
+        self.operator.versions = [(t, t._version) for t in condition.tensors if not t.is_inference()]
 
     @property
     def leaves(self) -> list[Tensor]:

@@ -50,6 +50,7 @@ class Operator:
         watched: F, (B, n), where the solve with J is to learn of J⁻¹F on the side.
         bound: the user's function and its arguments, for linear solvers that know the structure of J; None under a `vmap` that
             these do not take part in row by row.
+        versions: of the tensors among these arguments, when F was evaluated.
         memo: what such a solver has worked out at this point, for its next solve.
     """
 
@@ -69,11 +70,19 @@ class Operator:
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.watched: Tensor | None = None
         self.bound: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+        self.versions: list[tuple[Tensor, int]] = []
         self.memo: dict[Hashable, Any] = {}
         self._graph = graph
         self._key = key
         self._made: dict[tuple[str, bool], Product] = {}
         self._transposed_graph: tuple[Tensor, Tensor] | None = None
+
+    def check_unchanged(self) -> None:
+        """Raise if an argument was changed in place since, as autograd does for its graph, which such a solver goes round."""
+        if any(t._version != version for t, version in self.versions):
+            raise RuntimeError(
+                "An argument of this implicit layer was changed in place between forward and backward: clone it first."
+            )
 
     @property
     def shape(self) -> torch.Size:

@@ -19,6 +19,9 @@ from torchdil.operator import Operator
 Call = Callable[..., Any]
 Box = tuple[Tensor, Tensor]
 
+# How many roundings of a bound y may be off it and still be at it.
+_ROUNDINGS = 4
+
 
 class Statement(ABC):
     """The mathematics of a problem class: what must vanish at the answer.
@@ -184,8 +187,9 @@ def held(y: Tensor, grad: Tensor, box: Box) -> Tensor:
 def active(y: Tensor, grad: Tensor, box: Box) -> tuple[Tensor, Tensor]:
     """Where y is at its low and at its high bound and ∇f drives it out, or y is outside anyway, (B, n) each."""
     low, high = (bound.detach() for bound in box)
-    slack = torch.finfo(y.dtype).eps ** 0.5 * torch.where((high - low).isfinite(), high - low, 1.0)
     y, grad = y.detach(), grad.detach()
-    on_low = (y < low - slack) | ((y <= low + slack) & (grad > 0))
-    on_high = (y > high + slack) | ((y >= high - slack) & (grad < 0))
+    # Whoever keeps a box puts y exactly there. A wider margin would hold free unknowns that are close to a bound.
+    near_low, near_high = (_ROUNDINGS * torch.finfo(y.dtype).eps * bound.abs().nan_to_num(posinf=0.0) for bound in (low, high))
+    on_low = (y < low - near_low) | ((y <= low + near_low) & (grad > 0))
+    on_high = (y > high + near_high) | ((y >= high - near_high) & (grad < 0))
     return on_low, on_high

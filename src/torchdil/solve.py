@@ -178,9 +178,6 @@ class Setting:
             parameters, args = pytree.tree_unflatten(full, spec)
             return self.counted(_call_with(self.function, parameters)), args
 
-        def bound(y: Tensor, *operands: Tensor) -> tuple[Call, tuple[Any, ...]] | None:
-            return bind(operands) if statement.rowwise or y.shape[0] == self.layout.samples else None
-
         def residual(y: Tensor, _: Tensor, *operands: Tensor) -> Tensor:
             call, args = bind(operands)
             return statement.residual(call, y, args)
@@ -189,9 +186,9 @@ class Setting:
             call, args = bind(operands)
             return statement.objective(call, y, args)
 
-        def solver(residual: Any, objective: Any, start: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
+        def solver(residual: Any, objective: Any, bound: Any, start: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
             problem = self.problem(lambda y: residual(y, start, *operands), lambda y: objective(y, start, *operands))
-            problem.bound = bound(start, *operands)
+            problem.bound = bound
             user_call = None if problem.bound is None else functools.partial(_bind, *problem.bound)
             with torch.enable_grad(), plain_saving():
                 result, _ = self.find(problem, self.condition(problem.residual, problem), start, user_call)
@@ -210,7 +207,7 @@ class Setting:
             linear_solver=self.linear_solver,
             on_failure=self.on_failure,
             report=self.report,
-            bind=lambda y, _, *operands: bound(y, *operands),
+            bind=bind,
         )
         return implicit(start, *operands)
 

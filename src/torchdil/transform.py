@@ -32,11 +32,12 @@ class Implicit:
 
     Attributes:
         residual: F(y, *operands) -> (B, n); made of torch.func where it differentiates.
-        solver: solver(residual, objective, *operands) -> y (B, n) and the samples that failed (B, 1), on plain tensors.
+        solver: (residual, objective, bound, *operands) -> y (B, n) and the samples that failed (B, 1), on plain tensors.
         objective: what y minimises, (y, *operands) -> (B,), or None.
         rows: how many leading operands have one row a sample, (B, ·).
         symmetric, linear_solver, on_failure, report: as in `Condition`.
-        bind: (y, *operands) -> the `bound` of an `Operator`.
+        bind: operands -> the user's function and its arguments.
+        copied: whether under a `vmap` operands that are no rows have an axis of copies.
     """
 
     residual: RowFunction
@@ -47,14 +48,19 @@ class Implicit:
     linear_solver: LinearSolver
     on_failure: str
     report: Report
-    bind: Callable[..., Any]
+    bind: Callable[[tuple[Tensor, ...]], Any]
+    copied: bool = False
 
     def __call__(self, *operands: Tensor) -> Tensor:
         """y, differentiable in every operand under any transform."""
         return _Transformed.apply(self, *operands)[0]
 
     def solve(self, *operands: Tensor) -> tuple[Tensor, Tensor]:
-        return self.solver(self.residual, self.objective, *operands)
+        return self.solver(self.residual, self.objective, self.bound(operands), *operands)
+
+    def bound(self, operands: tuple[Tensor, ...]) -> Any:
+        """The `bound` of an `Operator`."""
+        return None if self.copied and self.rows < len(operands) else self.bind(operands[1:])
 
     def vmapped(self, size: int, in_dims: Sequence[int | None]) -> Implicit:
         """K copies as one batch: the leading `rows` operands are (K·B, ·), the others have an axis 0 of size K or none."""
@@ -68,7 +74,7 @@ class Implicit:
             return rows_function
 
         objective = None if self.objective is None else over(self.objective)
-        return replace(self, residual=over(self.residual), objective=objective)
+        return replace(self, residual=over(self.residual), objective=objective, copied=True)
 
     def linear(self, transpose: bool) -> _Linear:
         return _Linear(self, transpose)
@@ -115,7 +121,7 @@ class _Linear:
             failed=failed[:, 0] > 0,
         )
         operator = Operator(condition.residual, at, condition.symmetric)
-        operator.bound = of.bind(at, *operands)
+        operator.bound = of.bound(operands)
         if isinstance(self.parent, Implicit):
             operator.watched = operator.graph()[1].detach()
         return condition.solve(operator, rhs, transpose), failed.clone()

@@ -23,7 +23,7 @@ from torchdil.batch import Layout
 from torchdil.compiled import Compiled
 from torchdil.control.diagnosis import causes, is_positive
 from torchdil.control.shapes import broadcast, check_like, check_size, states_and_controls, symmetric
-from torchdil.control.stein import Loop, Stein, closed_loop, is_stable, matrices
+from torchdil.control.stein import AT_ONCE, LOOK_EVERY, Loop, Stein, closed_loop, is_stable, matrices
 from torchdil.linear import LinearSolver
 from torchdil.modes import eager, full_precision
 from torchdil.operator import Operator
@@ -35,9 +35,6 @@ from torchdil.solvers.base import Solver
 # Doublings after which a closed loop cannot be told from one on the unit circle, and those between two looks at the samples on
 # an accelerator, where each look is a synchronisation.
 _MOST_DOUBLINGS = 32
-_LOOK_EVERY = 3
-# Doublings that a GPU makes before the first look, as one graph.
-_AT_ONCE = 9
 # Few systems are done before.
 _FIRST_LOOK = 3
 # Steps of Newton that refine an answer which is not good enough.
@@ -161,7 +158,7 @@ def doubled(A: Tensor, G: Tensor, H: Tensor, most: int) -> tuple[Tensor, Tensor,
     With W = I + G H a step is A ← A W⁻¹ A, G ← G + A W⁻¹ G Aᵀ, H ← H + Aᵀ H W⁻¹ A. A goes to zero quadratically and H to S if
     there is a stabilising solution; then, and only then, do G and H converge with A to zero. G and H are symmetric.
     """
-    n, every = A.shape[1], 1 if A.device.type == "cpu" else _LOOK_EVERY
+    n, every = A.shape[1], 1 if A.device.type == "cpu" else LOOK_EVERY
     eye = torch.eye(n, dtype=A.dtype, device=A.device)
     S, found = torch.full_like(H, torch.nan), torch.zeros_like(A[:, 0, 0], dtype=torch.bool)
     steps, running = torch.full_like(found, most, dtype=torch.long), torch.arange(len(A), device=A.device)
@@ -183,7 +180,7 @@ def doubled(A: Tensor, G: Tensor, H: Tensor, most: int) -> tuple[Tensor, Tensor,
 def at_once(A: Tensor, G: Tensor, H: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """The same on a GPU: so many doublings for all samples in one CUDA graph, then those that need more."""
     S, found = Compiled(_doublings, None, _doublings)(A, G, H)
-    steps = torch.full_like(found, _AT_ONCE, dtype=torch.long)
+    steps = torch.full_like(found, AT_ONCE, dtype=torch.long)
     rest = ~found
     if bool(rest.any()):
         S[rest], found[rest], steps[rest] = doubled(A[rest], G[rest], H[rest], most)
@@ -192,7 +189,7 @@ def at_once(A: Tensor, G: Tensor, H: Tensor, most: int) -> tuple[Tensor, Tensor,
 
 def _doublings(A: Tensor, G: Tensor, H: Tensor) -> tuple[Tensor, Tensor]:
     pair, eye = torch.cat((A, G), dim=2), torch.eye(A.shape[1], dtype=A.dtype, device=A.device)
-    for _ in range(_AT_ONCE):
+    for _ in range(AT_ONCE):
         pair, H, change = _doubling(pair, H, eye)
     return symmetric(H), _ended(pair, H, change)[0]
 

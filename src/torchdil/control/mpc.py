@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,6 @@ from torchdil.solution import FailurePolicy, Report, check_policy
 from torchdil.solve import Setting, uncompiled
 from torchdil.solvers.base import Solver
 from torchdil.solvers.bounds import check_bounds, rows_of
-from torchdil.solvers.sampling import CEM, MPPI, RandomShooting
 
 
 class Rollout(NamedTuple):
@@ -79,9 +77,7 @@ class MPC(nn.Module):
         for name, function in (("dynamics", dynamics), ("cost", cost), ("terminal", terminal)):
             if not callable(function) and not (name == "terminal" and function is None):
                 raise TypeError(f"{name} must be callable, got {type(function).__name__}.")
-        for name, number in (("horizon", horizon), ("control_dim", control_dim)):
-            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {number!r}.")
+        _check_count("control_dim", control_dim)
         if isinstance(solver, type) or not (solver is None or isinstance(solver, Solver) or callable(solver)):
             raise TypeError(f"solver must be a torchdil solver such as DDP() or a callable (fn, u0) -> u, got {solver!r}.")
         if linear_solver is not None and not isinstance(linear_solver, LinearSolver):
@@ -96,13 +92,23 @@ class MPC(nn.Module):
         self.report: Report | None = None
         self._last: Tensor | None = None
 
+    @property
+    def horizon(self) -> int:
+        """H, how many controls to plan."""
+        return self._horizon
+
+    @horizon.setter
+    def horizon(self, number: int) -> None:
+        _check_count("horizon", number)
+        self._horizon = number
+
     @eager
     def forward(self, x_obs: Tensor, u0: Tensor | None = None) -> Tensor:
         """The plan.
 
         Args:
             x_obs: where the system is, (B, n), or (n,) for one system.
-            u0: where the solver starts, (B, H, m), or (H, m); default: zero, or the middle of bounds that exclude it.
+            u0: where the solver starts, (B, H, m), or (H, m); default: zero, or the bound next to it.
 
         Returns:
             The controls, (B, H, m), or (H, m), attached to the graph.
@@ -117,8 +123,9 @@ class MPC(nn.Module):
         _check_functions(plan, x, start)
         layout = Layout.of(start, 1)
         report = Report(torch.Size(()) if single else layout.batch_shape)
+        solver = DDP() if self.solver is None else self.solver
         linear_solver = Riccati() if self.linear_solver is None else self.linear_solver
-        setting = Setting(Planning(layout, self.bounds), plan, self._planner(), linear_solver, self.on_failure, report)
+        setting = Setting(Planning(layout, self.bounds), plan, solver, linear_solver, self.on_failure, report)
         u = layout.unravel(setting.attached(start, (x,)))
         self.report = setting.report
         return u[0] if single else u
@@ -170,13 +177,6 @@ class MPC(nn.Module):
         trajectory = Rollout(torch.stack(states, dim=1), torch.stack(controls, dim=1))
         return Rollout(trajectory.states[0], trajectory.controls[0]) if single else trajectory
 
-    def _planner(self) -> Any:
-        """The solver with the bounds of the controls where it needs them itself."""
-        solver = DDP() if self.solver is None else self.solver
-        if isinstance(solver, (RandomShooting, CEM, MPPI)) and solver.bounds is None and self.bounds is not None:
-            return replace(solver, bounds=self.bounds)
-        return solver
-
     def _cold(self, x: Tensor) -> Tensor:
         """Zero controls, (B, H, m), or the point of the box that is nearest to zero."""
         start = torch.zeros(x.shape[0], self.horizon, self.control_dim, dtype=x.dtype, device=x.device)
@@ -224,6 +224,11 @@ def _check_state(x: Any, name: str = "x_obs") -> None:
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} must be a tensor of shape (B, n), or (n,) for one system, got {got}.")
     check_unknown(x, name)
+
+
+def _check_count(name: str, number: Any) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {number!r}.")
 
 
 def _check_functions(plan: Plan, x: Tensor, u: Tensor) -> None:

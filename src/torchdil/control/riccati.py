@@ -19,6 +19,7 @@ from torchdil import batch
 from torchdil.control.expansion import Expansion, expand
 from torchdil.control.plan import Plan
 from torchdil.linear import Auto
+from torchdil.linear.auto import combine
 from torchdil.linear.base import LinearSolver
 from torchdil.linear.evidence import Structured
 from torchdil.operator import Operator
@@ -78,11 +79,11 @@ def factorise(local: Expansion, damping: float = 0.0) -> Factors:
 class Riccati(LinearSolver):
     """The linear solver of `MPC`: one factorisation over the horizon, exact, O(H).
 
-    It serves the backward pass and, as `Newton(linear_solver=Riccati())`, the forward one. A Hessian that is not positive
-    definite is solved with like any other, which the report says; a singular one, as of a control without influence, gets the
-    solution that leaves such a control alone: `converged` where the right-hand side does, `breakdown` where it does not. Under
-    `torch.vmap`, where dynamics and cost are not at hand by themselves, `Auto` takes its place. Of the base's fields
-    `max_steps`, `preconditioner` and `product` have no use here.
+    A Hessian that is not positive definite is solved with like any other, which the report says; a singular one, as of a
+    control without influence, gets the solution that leaves such a control alone: `converged` where the right-hand side does,
+    `breakdown` where it does not. `Auto` takes its place under `torch.vmap`, where dynamics and cost are not at hand by
+    themselves, and where they have changed since the forward pass. Of the base's fields `max_steps`, `preconditioner` and
+    `product` are for `Auto`.
 
     Example:
         >>> dil.control.MPC(dynamics, cost, 10, 1, linear_solver=dil.control.Riccati(damping=1e-3))
@@ -91,39 +92,56 @@ class Riccati(LinearSolver):
     only = "plan"
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
+        otherwise = Auto(self.rtol, self.atol, self.max_steps, self.damping)
         if operator.bound is None:
-            return Auto(self.rtol, self.atol, self.max_steps, self.damping).solve(operator, rhs, start)
-        factors, undamped = self._factors(operator, self.damping), partial(self._undamped, operator)
-        r = rhs.unflatten(1, factors.local.slope.shape[1:])
-        x = factors.solve(r)
-        value, tolerance = x.flatten(1), self.tolerance(rhs)
-        remainder = rhs - operator.product(True)(value)
-        residual = batch.norm(remainder - self.damping * value)
-        # A control without influence cannot serve a loss that asks for it.
-        unserved = batch.norm(_left(factors, r).flatten(1)) > torch.finfo(rhs.dtype).eps ** 0.5 * batch.norm(rhs)
+            return otherwise.solve(operator, rhs, start, transpose=transpose)
+        factors, system = self._factors(operator), self.system(operator, True)
+        shape = factors.local.slope.shape[1:]
+        value = factors.solve(rhs.unflatten(1, shape)).flatten(1)
+        r, allowed = rhs - system(value), self.tolerance(rhs)
+        definite = bool(factors.positive.all())
+        unserved = torch.zeros_like(allowed, dtype=torch.bool)
+        if not definite:  # a control without influence cannot serve a loss that asks for it
+            left = batch.norm(_left(factors, rhs.unflatten(1, shape)).flatten(1))
+            unserved = left > torch.finfo(rhs.dtype).eps ** 0.5 * batch.norm(rhs)
+        if not bool((unserved | (batch.norm(r) <= allowed)).all()):  # one step of iterative refinement
+            refined = value + factors.solve(r.unflatten(1, shape)).flatten(1)
+            r_refined = rhs - system(refined)
+            better = batch.norm(r_refined) < batch.norm(r)
+            value, r = batch.select(better, refined, value), batch.select(better, r_refined, r)
+            size = batch.divide(batch.norm(system(rhs)), batch.norm(rhs))
+            allowed = allowed + self.attainable(size, value, rhs)
         status = torch.where(unserved, int(Status.breakdown), int(Status.converged))
         status = torch.where(batch.finite(value), status, int(Status.non_finite))
         stats = Stats(
-            method="Riccati" if bool(factors.positive.all()) else "Riccati, not positive definite",
+            method="Riccati" if definite else "Riccati, not positive definite",
             steps=(batch.norm(rhs) > 0).long(),
-            residual=residual,
-            tolerance=tolerance,
+            residual=batch.norm(r),
+            tolerance=allowed,
             products=1,
-            evidence=Structured(undamped, undamped, remainder, operator.watched),
+            evidence=Structured(*2 * (partial(_solved, factors.local),), r + self.damping * value, operator.watched),
             verified=True,
         )
-        return Result(value, status, stats)
+        result = Result(value, status, stats)
+        # Dynamics or cost may have changed since the forward pass (a goal that was replaced): F's own graph has not.
+        missed = batch.finite(rhs) & ~unserved & ~(stats.residual <= allowed)
+        if not bool(missed.any()):
+            return result
+        return combine(
+            result, otherwise.solve(operator, torch.where(missed.unsqueeze(1), rhs, 0.0), transpose=transpose), missed
+        )
 
-    def _factors(self, operator: Operator, damping: float) -> Factors:
-        key = "Riccati", damping
+    def _factors(self, operator: Operator) -> Factors:
+        key = "Riccati", self.damping
         if key not in operator.memo:
-            operator.memo[key] = factorise(local_problem(operator)[0], damping)
+            operator.memo[key] = factorise(local_problem(operator)[0], self.damping)
         return operator.memo[key]
 
-    def _undamped(self, operator: Operator, b: Tensor) -> Tensor:
-        with torch.no_grad():
-            factors = self._factors(operator, 0.0)
-            return factors.solve(b.unflatten(1, factors.local.slope.shape[1:])).flatten(1)
+
+def _solved(local: Expansion, b: Tensor) -> Tensor:
+    """x with H x = b, (B, n), without damping."""
+    with torch.no_grad():
+        return factorise(local).solve(b.unflatten(1, local.slope.shape[1:])).flatten(1)
 
 
 def local_problem(operator: Operator) -> tuple[Expansion, Tensor]:
@@ -183,7 +201,8 @@ def invert(U: Tensor, size: Tensor, cautious: bool = False) -> tuple[Tensor, Ten
     if not cautious:
         return inverse, positive
     finite = torch.isfinite(U).all(dim=-1).all(dim=-1)
-    values, vectors = torch.linalg.eigh(torch.where(finite[:, None, None], U, 0.0))
+    whole = torch.where(finite[:, None, None], U, 0.0)
+    values, vectors = (whole[..., 0], torch.ones_like(U)) if m == 1 else torch.linalg.eigh(whole)
     reciprocal = torch.where(values.abs() > floor.unsqueeze(1), 1 / values, 0.0)
     by_values = (vectors * reciprocal.unsqueeze(1)) @ vectors.mT
     by_values = torch.where(finite[:, None, None], by_values, torch.nan)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torchdil import batch
 from torchdil.compiled import Compiled
 from torchdil.linear import Auto, LinearSolver
-from torchdil.linear.evidence import Chosen
+from torchdil.linear.auto import combine
 from torchdil.operator import Operator
 from torchdil.solution import Result, Stats, Status
 
@@ -28,8 +28,8 @@ from torchdil.solution import Result, Stats, Status
 _MOST_DOUBLINGS = 40
 # Doublings between two looks at the powers of M on an accelerator, where each look is a synchronisation; and before the first,
 # which are one CUDA graph.
-_LOOK_EVERY = 3
-_AT_ONCE = 9
+LOOK_EVERY = 3
+AT_ONCE = 9
 # A margin for the curvature of the Riccati equation, as direct solves have it.
 _MARGIN = 1.1
 
@@ -46,9 +46,12 @@ class Stein(LinearSolver):
         >>> dil.control.dare(A, B, Q, R, linear_solver=dil.control.Stein(damping=1e-6))
     """
 
+    only = "dare"
+
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         if operator.bound is None:  # the matrices are out of reach
             return self._otherwise(operator, rhs, start, transpose)
+        operator.check_unchanged()
         with torch.no_grad():
             S, A, B, _, R = matrices(operator.y, operator.bound[1])
             M = closed_loop(S, A, B, R)[0]
@@ -76,7 +79,7 @@ class Stein(LinearSolver):
         if not bool(left.any()):
             return result
         rest = self._otherwise(operator, torch.where(left.unsqueeze(1), rhs, 0.0), None, transpose)
-        return _combine(result, rest, left)
+        return combine(result, rest, left)
 
     def _otherwise(self, operator: Operator, rhs: Tensor, start: Tensor | None, transpose: bool) -> Result:
         settings = {f.name: getattr(self, f.name) for f in fields(LinearSolver)}
@@ -101,10 +104,10 @@ class Loop:
         """X, (B, n, n), which samples the sum converged for, (B,), and how many doublings were made."""
         shrink = 1 / (1 + self.damping)
         X, M = (Y * shrink, self.M * math.sqrt(shrink)) if self.damping else (Y, self.M)
-        every = 1 if Y.device.type == "cpu" else _LOOK_EVERY
+        every = 1 if Y.device.type == "cpu" else LOOK_EVERY
         small, taken = torch.finfo(Y.dtype).eps ** 0.5, 0
-        if Y.is_cuda and self.most > _AT_ONCE:
-            (X, M), taken = Compiled(_doublings, None, _doublings)(X, M), _AT_ONCE
+        if Y.is_cuda and self.most > AT_ONCE:
+            (X, M), taken = Compiled(_doublings, None, _doublings)(X, M), AT_ONCE
         total, running = torch.empty_like(X), torch.arange(len(X), device=X.device)
         converged = torch.zeros_like(running, dtype=torch.bool)
         while True:
@@ -158,14 +161,14 @@ def _doubling(X: Tensor, M: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _doublings(X: Tensor, M: Tensor) -> tuple[Tensor, Tensor]:
-    for _ in range(_AT_ONCE):
+    for _ in range(AT_ONCE):
         X, M = _doubling(X, M)
     return X, M
 
 
 def is_stable(M: Tensor) -> Tensor:
     """Which matrices have all eigenvalues inside the unit circle, (B,): a power of theirs is less than 1."""
-    every = 1 if M.device.type == "cpu" else _LOOK_EVERY
+    every = 1 if M.device.type == "cpu" else LOOK_EVERY
     if M.is_cuda:
         (M,) = Compiled(_powers, None, _powers)(M)
     for step in range(_MOST_DOUBLINGS):
@@ -178,7 +181,7 @@ def is_stable(M: Tensor) -> Tensor:
 
 
 def _powers(M: Tensor) -> tuple[Tensor]:
-    for _ in range(_AT_ONCE):
+    for _ in range(AT_ONCE):
         M = torch.bmm(M, M)
     return (M,)
 
@@ -197,18 +200,3 @@ def closed_loop(S: Tensor, A: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Ten
     # A sample whose matrix is singular or not finite must not raise for the others.
     K = torch.linalg.solve_ex(torch.baddbmm(R, BS, B), torch.bmm(BS, A))[0]
     return torch.baddbmm(A, B, K, alpha=-1), K
-
-
-def _combine(first: Result, second: Result, mask: Tensor) -> Result:
-    """The second result in `mask`, else the first."""
-    a, b = first.stats, second.stats
-    stats = Stats(
-        method=f"{a.method}, then {b.method}",
-        steps=torch.where(mask, b.steps, a.steps),
-        residual=torch.where(mask, b.residual, a.residual),
-        tolerance=torch.where(mask, b.tolerance, a.tolerance),
-        products=b.products,
-        spectrum=b.spectrum,
-        evidence=Chosen(mask, a.evidence, b.evidence) if a.evidence and b.evidence else None,
-    )
-    return Result(batch.select(mask, second.value, first.value), torch.where(mask, second.status, first.status), stats)

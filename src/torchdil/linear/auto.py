@@ -84,13 +84,13 @@ class Auto(LinearSolver):
             return result
         # The others have nothing left to solve, and are done at step 0.
         rest, reached = (torch.where(failed.unsqueeze(1), a, 0.0) for a in (rhs, result.value))
-        return _combine(result, second.solve(operator, rest, reached, transpose=transpose), failed)
+        return combine(result, second.solve(operator, rest, reached, transpose=transpose), failed)
 
     def _as(self, solver: type[LinearSolver], preconditioner: Callable[[Tensor], Tensor] | None = None) -> LinearSolver:
         return solver(self.rtol, self.atol, self.max_steps, self.damping, preconditioner, self.product)
 
 
-def _combine(first: Result, second: Result, failed: Tensor) -> Result:
+def combine(first: Result, second: Result, failed: Tensor) -> Result:
     """The second result for those of the failed samples that it left no worse, else the first."""
     a, b = first.stats, second.stats
     better = failed & ~(b.residual > a.residual)

@@ -93,10 +93,18 @@ class _Sampling(Solver):
         return self._polished(problem, Result(y, stats.steps, stats), score, y, box)
 
     def _rows(self, problem: Problem, y: Tensor) -> Box | None:
-        if self.bounds is None:
-            return None
-        low, high = rows_of(self.bounds, problem.layout or Layout.of(y, 1), y)
-        return low.detach(), high.detach()
+        """The bounds of this solver and of the problem, (B, n) each."""
+        box = problem.box
+        if self.bounds is not None:
+            low, high = (bound.detach() for bound in rows_of(self.bounds, problem.layout or Layout.of(y, 1), y))
+            box = (low, high) if box is None else (torch.maximum(low, box[0]), torch.minimum(high, box[1]))
+            if not bool((box[0] < box[1]).all()):
+                raise ValueError(f"bounds of {type(self).__name__}() must overlap with those of the problem.")
+        if box is not None and self.scale is None and not bool((box[0].isfinite() & box[1].isfinite()).all()):
+            raise ValueError(
+                f"{type(self).__name__}() cannot draw between infinite bounds: give it a scale, or bounds of its own."
+            )
+        return box
 
     def _search(
         self, problem: Problem, scorer: _Scorer, start: Tensor, first: Tensor, box: Box | None
@@ -110,7 +118,7 @@ class _Sampling(Solver):
         if table is not None:
             table.row(0, running, None, lowest)
         for step in range(1, self.max_steps + 1):
-            noise = self._noise(start, generator)
+            noise = self._noise(start, box, generator)
             found = []
             for some in noise.split(chunk):
                 particles = cloud.particles(some)
@@ -147,7 +155,7 @@ class _Sampling(Solver):
             return 0.25 * (box[1] - box[0])
         return start.square().mean(dim=1, keepdim=True).sqrt().clamp_min(1.0).expand_as(start)
 
-    def _noise(self, start: Tensor, generator: torch.Generator) -> Tensor:
+    def _noise(self, start: Tensor, box: Box | None, generator: torch.Generator) -> Tensor:
         """The random numbers of a round, (P, n); the first particle is the mean, in many dimensions the best one as a rule."""
         noise = torch.randn(self.particles, start.shape[1], generator=generator, dtype=start.dtype, device=start.device)
         noise[0] = 0.0
@@ -215,8 +223,8 @@ class RandomShooting(_Sampling):
             return _Cloud.of(start, self._std(start, box).square(), box)
         return _Cloud.of(0.5 * (box[0] + box[1]), (0.5 * (box[1] - box[0])).square(), box)
 
-    def _noise(self, start: Tensor, generator: torch.Generator) -> Tensor:
-        uniform = self.bounds is not None and self.scale is None
+    def _noise(self, start: Tensor, box: Box | None, generator: torch.Generator) -> Tensor:
+        uniform = box is not None and self.scale is None
         draw = torch.rand if uniform else torch.randn
         noise = draw(self.particles, start.shape[1], generator=generator, dtype=start.dtype, device=start.device)
         return 2 * noise - 1 if uniform else noise
