@@ -45,8 +45,7 @@ class Config:
 
     Attributes:
         settings: (integrator, reading of the dynamics network) to try; `Dynamics` says what the readings are.
-        runs, other_runs: independent repetitions in the reading "change" and in others, of everything but the initial states of
-            the test.
+        runs, other_runs: independent repetitions in the setting `MAIN` and in others, of all but the states of the test.
         budgets: steps of the model; MPC_IFT and BC are trained anew for each in the setting `MAIN`, else for the last only.
         variances: of the initial states, the first also of the expert's.
         states, steps: how many initial states to test, and how many controls to apply.
@@ -111,9 +110,8 @@ class Config:
             target_steps=5,
             drawn=2,
         )
-        both = tuple((integrator, reading) for reading in READINGS[:2] for integrator in ("euler", "rk4"))
         paper = Config(
-            settings=(*both, ("euler", "next state")),
+            settings=(MAIN, ("rk4", "change"), ("euler", "literal")),
             runs=10,
             other_runs=3,
             budgets=(2000, 7000, 24000),
@@ -427,7 +425,7 @@ def learned_part(
 def run(config: Config, seed: int, jobs: int = 1, store: Path | None = None) -> dict[str, Any]:
     """All settings and runs, over so many processes; what is done already is taken from the store, if there is one."""
     seeds = [1000 * (seed + 1) + 10 * k for k in range(max(config.runs, config.other_runs))]
-    chosen = {(i, r): seeds[: config.runs if r == READINGS[0] else config.other_runs] for i, r in config.settings}
+    chosen = {setting: seeds[: config.runs if setting == MAIN else config.other_runs] for setting in config.settings}
     first = list(dict.fromkeys((integrator, s) for (integrator, _), some in chosen.items() for s in some))
     parts = _spread(expert_part, [(config, *one) for one in first], jobs, store)
     experts = dict(zip(first, parts, strict=True))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
+import torchdil as dil
 from torchdil.control import dare, dlqr, lqr
 
 EXACT = 1e-10  # two direct solves of one problem
@@ -192,9 +193,9 @@ def test_float32_stays_float32():
 def test_samples_without_a_minimum_are_named():
     (A, B, Q, R), _ = problem(2, 1, 3)
     R[1] = -100.0
-    with pytest.raises(
-        ValueError, match=r"must be positive definite at each step, but is not for 1 of 3 samples \(1\), at step 3"
-    ):
+    with pytest.raises(dil.ConvergenceError, match=r"R \+ Bᵀ S B is not positive definite at step 3 \(sample 1\)"):
+        lqr(A, B, Q, R, horizon=4, on_failure="raise")
+    with pytest.warns(dil.ConvergenceWarning, match="1 of 3 samples"):
         lqr(A, B, Q, R, horizon=4)
     gains = torch.vmap(lambda *t: lqr(*t, horizon=4).K)(A, B, Q, R)
     assert gains.isnan().flatten(1).any(dim=1).tolist() == [False, True, False]
@@ -232,3 +233,33 @@ def test_a_bad_start_gets_one_sentence():
         policy.rollout(torch.zeros(2, 2, dtype=torch.float64))
     with pytest.raises(TypeError, match="x0 must have the dtype of A"):
         policy.rollout(torch.zeros(2))
+
+
+@pytest.mark.parametrize("spoil", ["R", "A"])
+@pytest.mark.parametrize("on_failure", ["ignore", "zero", "nan"])
+def test_a_sample_that_fails_changes_no_other(spoil, on_failure):
+    (A, B, Q, R), _ = problem(2, 1, 3)
+    alone = lqr(A, B, Q[0], R, horizon=4)
+    shared = Q[0].clone().requires_grad_()
+    A, R = A.clone(), R.clone()
+    (A if spoil == "A" else R)[1] = torch.nan if spoil == "A" else -100.0
+    A.requires_grad_()
+    policy = lqr(A, B, shared, R, horizon=4, on_failure=on_failure)
+    for t in (policy.K, policy.k, policy.S, policy.s):
+        assert t[1].isnan().all()
+    assert torch.equal(policy.K[[0, 2]], alone.K[[0, 2]])
+    own, others = torch.autograd.grad(policy.K.nansum(), (A, shared))
+    if on_failure == "zero":
+        (good,) = torch.autograd.grad(lqr(A.detach()[[0, 2]], B[[0, 2]], shared, R[[0, 2]], horizon=4).K.sum(), shared)
+        assert torch.equal(own[1], torch.zeros(2, 2, dtype=A.dtype))
+        torch.testing.assert_close(others, good)
+    elif on_failure == "nan":
+        policy = lqr(A, B, shared, R, horizon=4, on_failure=on_failure)
+        assert torch.autograd.grad(policy.K.sum(), A)[0][1].isnan().any()
+
+
+def test_a_number_that_is_not_finite_is_named():
+    (A, B, Q, R), _ = problem(2, 1, 3)
+    A[2, 0, 0] = torch.nan
+    with pytest.raises(dil.ConvergenceError, match=r"a value of the matrices is not finite \(sample 2\)"):
+        lqr(A, B, Q, R, horizon=4, on_failure="raise")

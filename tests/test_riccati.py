@@ -48,7 +48,7 @@ def wavy(n, m, convex=1.0):
 
 
 def operator_of(plan, u, x0):
-    statement = Planning(Layout.of(u, 1), plan.bounds)
+    statement = Planning(Layout.of(u, 1), plan.bounds, guarded=False)
     operator = Operator(lambda y: statement.residual(plan, y, (x0,)), u.flatten(1), True)
     operator.bound = plan, (x0,)
     return operator

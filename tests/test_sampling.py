@@ -647,7 +647,7 @@ def test_bad_fields_of_one_solver():
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        ((tensor(0.0, 0.0, 0.0), 1.0), r"bounds must broadcast to y0 of shape \(2,\), got \(3,\)"),
+        ((tensor(0.0, 0.0, 0.0), 1.0), r"bounds must broadcast to shape \(2,\), got \(3,\)"),
         (({"w": 0.0}, {"w": 1.0}), "bounds must be numbers, or low and high nested like y0"),
     ],
 )

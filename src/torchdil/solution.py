@@ -289,8 +289,12 @@ def _sentence(phase: str, outcome: Outcome, failed: Tensor) -> str:
     residual, tolerance = float(stats.residual.reshape(-1)[worst]), float(stats.tolerance.reshape(-1)[worst])
     stuck = status in (Status.max_steps, Status.stagnated, Status.breakdown, Status.not_stationary)
     advice = stats.advice if stuck and stats.advice else status.advice
-    causes = [f"{cause} ({_which(samples)})" for cause, samples in stats.causes if bool((samples & failed.reshape(-1)).any())]
+    known = [(cause, samples & failed.reshape(-1)) for cause, samples in stats.causes]
+    causes = [f"{cause} ({_which(samples)})" for cause, samples in known if bool(samples.any())]
     if causes:
+        others = failed.reshape(-1) & ~torch.stack([samples for _, samples in known]).any(dim=0)
+        if bool(others.any()):
+            causes.append(f"{Status(int(outcome.status.reshape(-1)[others][0])).message} ({_which(others)})")
         return (
             f"The {phase} solve ({stats.method}) failed for {int(failed.sum())} of {failed.numel()} samples: "
             f"{'; '.join(causes)}."

@@ -84,7 +84,8 @@ class RiccatiEquation(Statement):
         return torch.maximum(change, torch.minimum(rounding, _MOST_LOST / rtol * change))
 
     def quick_size(self, y: Tensor, start: Tensor | None) -> Tensor | None:
-        return None if start is None else batch.norm(start)  # J S = Q + Kᵀ R K, and S starts as Q
+        # J S = Q + Kᵀ R K, no less than Q where that is semidefinite, and S starts as Q.
+        return None if start is None else batch.norm(start)
 
     def first_size(self, problem: Problem, start: Tensor) -> Tensor:
         return batch.norm(start)
@@ -113,19 +114,22 @@ class Doubling(Solver):
             alone = len(A) == 1 and A.device.type == "cpu"
             steps = torch.zeros_like(tolerance, dtype=torch.long)
             S, found = torch.full_like(Q, torch.nan), torch.zeros_like(positive)
-            if not alone:
+            if alone:
+                S, found = _by_scipy(S, found, positive, A, B, Q, R)
+            by_scipy = alone and bool(found.all())
+            if not by_scipy:
                 V = torch.linalg.solve_triangular(L, B.mT, upper=False)
                 find = at_once if A.is_cuda else doubled
                 S, found, steps = find(A, torch.bmm(V.mT, V), Q, self.max_steps)
                 # In low precision a mode that Q hardly sees may be lost, and the solution be another one.
                 found = found & positive & is_stable(closed_loop(S, A, B, R)[0])
             why: list[tuple[str, Tensor]] = []
-            if alone or not bool(found.all()):
-                S, found = _by_scipy(S, found, positive, A, B, Q, R)
+            if not bool(found.all()):
+                S, found = (S, found) if alone else _by_scipy(S, found, positive, A, B, Q, R)
                 why = causes(A, B, Q, R, ~found)
                 S = torch.where(found[:, None, None], S, torch.nan)
         zeros = torch.zeros_like(tolerance)
-        stats = Stats("SciPy" if alone else "Doubling", steps, zeros, tolerance, causes=why)
+        stats = Stats("SciPy" if by_scipy else "Doubling", steps, zeros, tolerance, causes=why)
         return Result(S.flatten(1), torch.where(found, int(Status.converged), int(Status.non_finite)), stats)
 
     def resume(self, problem: Problem, y: Tensor, tolerance: Tensor) -> Result:

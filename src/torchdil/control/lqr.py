@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchdil.control.shapes import broadcast, check_like, check_size, states_and_controls, symmetric
 from torchdil.modes import eager, full_precision, transforms_active
+from torchdil.solution import FailurePolicy, Outcome, Report, Stats, Status, check_policy, handle_failure
 
 _VECTORS = ("q", "r", "c", "qf")
 
@@ -79,6 +80,7 @@ def lqr(
     c: Tensor | None = None,
     Qf: Tensor | None = None,
     qf: Tensor | None = None,
+    on_failure: FailurePolicy = "warn",
 ) -> Policy:
     """The optimal policy of a linear system with quadratic cost over H steps, differentiable in everything.
 
@@ -98,6 +100,8 @@ def lqr(
         c: drift: (n,).
         Qf: terminal cost xᵀQf x: (n, n); None: Q of the last step.
         qf: terminal cost 2 qfᵀx: (n,); None: q of the last step.
+        on_failure: "raise", "warn" or "ignore", or "zero" / "nan" for the gradient of the samples that failed. Their policy is
+            NaN.
 
     Returns:
         A `Policy`.
@@ -108,6 +112,7 @@ def lqr(
     """
     if horizon is not None and (not isinstance(horizon, int) or isinstance(horizon, bool) or horizon < 1):
         raise ValueError(f"horizon must be an integer >= 1 or None, got {horizon!r}.")
+    check_policy(on_failure)
     given = {"A": A, "B": B, "Q": Q, "R": R, "N": N, "q": q, "r": r, "c": c}
     final = {"Qf": Qf, "qf": qf}
     tensors = {name: t for name, t in {**given, **final}.items() if t is not None}
@@ -124,26 +129,79 @@ def lqr(
 
     with full_precision(A):
         As, Bs, Qs, Rs, Ns, qs, rs, cs = (timed(name) for name in given)
-        Qs, Rs = symmetric(Qs), symmetric(Rs)
-        S = Qs[-1] if Qf is None else symmetric(Qf).expand(*shape, n, n)
-        s = qs[-1] if qf is None else qf.expand(*shape, n)
-        gains, costs, indefinite = [], [(S, s)], []
-        for t in reversed(range(H)):
-            Bt = Bs[t].mT
-            p = _apply(S, cs[t]) + s
-            L, info = torch.linalg.cholesky_ex(Rs[t] + Bt @ S @ Bs[t])
-            state, drift = Bt @ S @ As[t] + Ns[t].mT, _apply(Bt, p) + rs[t]
-            gain = torch.cholesky_solve(torch.cat((state, drift.unsqueeze(-1)), dim=-1), L)
-            K, k = gain[..., :n], gain[..., n]
-            S = symmetric(Qs[t] + As[t].mT @ S @ As[t] - state.mT @ K)
-            s = qs[t] + _apply(As[t].mT, p) - _apply(state.mT, k)
-            gains.append((torch.where((info == 0)[..., None, None], K, torch.nan), k))
-            costs.append((S, s))
-            indefinite.append(info != 0)
-    _check_positive(indefinite)
-    K, k = (torch.stack(part[::-1], dim=len(shape)) for part in zip(*gains, strict=True))
-    S, s = (torch.stack(part[::-1], dim=len(shape)) for part in zip(*costs, strict=True))
-    return Policy(K, k, S, s, *(t.movedim(0, len(shape)) for t in (As, Bs, cs)))
+        last = (Qs[-1] if Qf is None else Qf.expand(*shape, n, n), qs[-1] if qf is None else qf.expand(*shape, n))
+        parts, indefinite = _recursion(As, Bs, Qs, Rs, Ns, qs, rs, cs, *last)
+        if transforms_active():  # whose tensors cannot be looked at
+            return _policy(parts, As, Bs, cs)
+        failed = _failed(parts, indefinite, on_failure)
+        if not bool(failed.any()):
+            return _policy(parts, As, Bs, cs)
+
+        def without(t: Tensor, axes: int, value: Tensor | float = 0.0) -> Tensor:
+            """t, the last `axes` of which belong to a sample, with another value for the samples that failed."""
+            return torch.where(failed.reshape(*shape, *(1,) * axes), value, t)
+
+        if on_failure == "zero":  # zero times what is not finite would be NaN: they are worked out without their numbers
+            eye = torch.eye(m, dtype=A.dtype, device=A.device)
+            dynamics, cost = [without(t, 2) for t in (As, Bs)], [without(Qs, 2), without(Rs, 2, eye), without(Ns, 2)]
+            linear, ends = [without(t, 1) for t in (qs, rs, cs)], [without(last[0], 2), without(last[1], 1)]
+            parts, _ = _recursion(*dynamics, *cost, *linear, *ends)
+        nan = A.new_tensor(torch.nan)
+        spoilt = [
+            [without(t, axes, nan if on_failure == "zero" else nan * t) for t in part]
+            for part, axes in zip(parts, (2, 1, 2, 1), strict=True)
+        ]
+        return _policy(spoilt, As, Bs, cs)
+
+
+def _policy(parts: list[list[Tensor]], A: Tensor, B: Tensor, c: Tensor) -> Policy:
+    """From lists over time, and dynamics with time as the first axis."""
+    axis = A.dim() - 3
+    K, k, S, s = (torch.stack(part, dim=axis) for part in parts)
+    return Policy(K, k, S, s, *(t.movedim(0, axis) for t in (A, B, c)))
+
+
+def _recursion(
+    A: Tensor, B: Tensor, Q: Tensor, R: Tensor, N: Tensor, q: Tensor, r: Tensor, c: Tensor, Qf: Tensor, qf: Tensor
+) -> tuple[list[list[Tensor]], Tensor]:
+    """K, k, S and s of each step, the first one first, and where G is not positive definite, (H, *batch)."""
+    n, Q, R, S, s = A.shape[-1], symmetric(Q), symmetric(R), symmetric(Qf), qf
+    found: list[list[Tensor]] = [[], [], [S], [s]]
+    indefinite = []
+    for t in reversed(range(len(A))):
+        Bt = B[t].mT
+        p = _apply(S, c[t]) + s
+        L, info = torch.linalg.cholesky_ex(R[t] + Bt @ S @ B[t])
+        state, drift = Bt @ S @ A[t] + N[t].mT, _apply(Bt, p) + r[t]
+        gain = torch.cholesky_solve(torch.cat((state, drift.unsqueeze(-1)), dim=-1), L)
+        gain = torch.where((info == 0)[..., None, None], gain, torch.nan)
+        K, k = gain[..., :n], gain[..., n]
+        S = symmetric(Q[t] + A[t].mT @ S @ A[t] - state.mT @ K)
+        s = q[t] + _apply(A[t].mT, p) - _apply(state.mT, k)
+        for part, each in zip(found, (K, k, S, s), strict=True):
+            part.append(each)
+        indefinite.append(info != 0)
+    return [part[::-1] for part in found], torch.stack(indefinite[::-1])
+
+
+def _failed(parts: list[list[Tensor]], indefinite: Tensor, on_failure: str) -> Tensor:
+    """The samples without a policy, (B,), under the failure policy."""
+    wrong = indefinite.reshape(len(indefinite), -1)  # (H, B)
+    finite = torch.stack([k.isfinite().all(dim=-1).reshape(-1) for k in parts[1]]).all(dim=0)
+    status = torch.where(wrong.any(dim=0) | ~finite, int(Status.non_finite), int(Status.converged))
+    zeros = torch.zeros(status.shape, dtype=parts[1][0].dtype, device=status.device)
+    stats = Stats("Riccati recursion", torch.full_like(status, len(wrong)), zeros, zeros)
+    if bool((status != Status.converged).any()):
+        spoilt = torch.stack([S.isnan().flatten(-2).any(dim=-1).reshape(-1) for S in parts[2][1:]])
+        # G of a step is as good as the S behind it: where that is no number, something was not finite.
+        indefinite_first = wrong & ~spoilt
+        step = int(indefinite_first.any(dim=1).nonzero().max()) if bool(indefinite_first.any()) else 0
+        own = indefinite_first.any(dim=0)
+        stats.causes = [
+            (f"R + Bᵀ S B is not positive definite at step {step}", own),
+            ("a value of the matrices is not finite", (status != Status.converged) & ~own),
+        ]
+    return handle_failure("forward", Outcome(status, stats), on_failure, Report()).reshape(-1)
 
 
 def _check(tensors: dict[str, Tensor]) -> tuple[int, int]:
@@ -175,20 +233,6 @@ def _leading(tensors: dict[str, Tensor], horizon: int | None) -> tuple[torch.Siz
     if not shape or not shape[-1]:
         raise ValueError("horizon must be given where no matrix has an axis of time.")
     return shape[:-1], shape[-1]
-
-
-def _check_positive(indefinite: list[Tensor]) -> None:
-    if transforms_active():
-        return  # whose tensors cannot be looked at: the gains are NaN
-    wrong = torch.stack(indefinite[::-1])  # (H, *batch)
-    if bool(wrong.any()):
-        samples = wrong.any(dim=0).reshape(-1).nonzero().flatten().tolist()
-        named = ", ".join(map(str, samples[:5])) + (", ..." if len(samples) > 5 else "")
-        step = int(wrong.reshape(len(wrong), -1).any(dim=1).nonzero().max())
-        raise ValueError(
-            f"R + Bᵀ S B must be positive definite at each step, but is not for {len(samples)} of {wrong[0].numel()} samples "
-            f"({named}), at step {step} for example."
-        )
 
 
 def _apply(matrix: Tensor, vector: Tensor) -> Tensor:

@@ -45,7 +45,8 @@ class MPC(nn.Module):
         horizon: H, how many controls to plan; `mpc.horizon` may be changed between calls.
         control_dim: m.
         terminal: c_f(x) -> (B,), the cost of the last state. Default: c(x, 0).
-        bounds: (low, high) of the controls: numbers, or tensors that broadcast to (B, H, m); infinite where there is none.
+        bounds: (low, high) of the controls: numbers, or tensors that broadcast to (B, H, m), which become buffers or stay
+            parameters `mpc.low` and `mpc.high`; infinite where there is none.
         solver: finds the plan: `DDP()` (default), `Newton()`, `GradientDescent()`, a sampling planner such as
             `RandomShooting(polish=DDP())`, or without bounds any other solver of an argmin.
         linear_solver: for the backward pass. Default: `Riccati()`.
@@ -86,11 +87,21 @@ class MPC(nn.Module):
             check_bounds(bounds, finite=False)
         check_policy(on_failure)
         self.dynamics, self.cost, self.terminal = dynamics, cost, terminal
-        self.horizon, self.control_dim, self.bounds = horizon, control_dim, bounds
+        self.horizon, self.control_dim = horizon, control_dim
+        for name, bound in zip(("low", "high"), (None, None) if bounds is None else bounds, strict=True):
+            if isinstance(bound, Tensor) and not isinstance(bound, nn.Parameter):
+                self.register_buffer(name, bound)  # goes where the module goes
+            else:
+                setattr(self, name, bound)
         self.solver, self.linear_solver = solver, linear_solver
         self.on_failure: FailurePolicy = on_failure
         self.report: Report | None = None
         self._last: Tensor | None = None
+
+    @property
+    def bounds(self) -> tuple[Any, Any] | None:
+        """(low, high), or None."""
+        return None if self.low is None else (self.low, self.high)
 
     @property
     def horizon(self) -> int:
@@ -125,7 +136,9 @@ class MPC(nn.Module):
         report = Report(torch.Size(()) if single else layout.batch_shape)
         solver = DDP() if self.solver is None else self.solver
         linear_solver = Riccati() if self.linear_solver is None else self.linear_solver
-        setting = Setting(Planning(layout, self.bounds), plan, solver, linear_solver, self.on_failure, report)
+        setting = Setting(
+            Planning(layout, self.bounds, self.on_failure == "zero"), plan, solver, linear_solver, self.on_failure, report
+        )
         u = layout.unravel(setting.attached(start, (x,)))
         self.report = setting.report
         return u[0] if single else u

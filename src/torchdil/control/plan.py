@@ -82,13 +82,20 @@ class Plan(nn.Module):
 
 
 class Planning(Statement):
-    """F(u) = ∇_u of the total cost; in a box that of the free controls, the others being at their bounds."""
+    """F(u) = ∇_u of the total cost; in a box that of the free controls, the others being at their bounds.
+
+    Args:
+        layout: of the controls.
+        bounds: (low, high), or None.
+        guarded: a sample whose F is not finite is looked at as if its state and controls were zero: zero times infinity would
+            be NaN, in parameters shared with others.
+    """
 
     name, argument, symmetric, has_objective = "plan", "cost", True, True
 
-    def __init__(self, layout: Layout, bounds: tuple[Any, Any] | None):
+    def __init__(self, layout: Layout, bounds: tuple[Any, Any] | None, guarded: bool):
         super().__init__(layout)
-        self.bounds = bounds
+        self.bounds, self.guarded = bounds, guarded
 
     def objective(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
         return call(self.layout.unravel(y), *args)
@@ -97,6 +104,10 @@ class Planning(Statement):
         def total(u: Tensor) -> Tensor:
             return self.objective(call, u, args)
 
+        if self.guarded:
+            with torch.no_grad():
+                lost = ~gradient(total, y.detach(), self.argument)[0].isfinite().all(dim=1, keepdim=True)
+            y, args = torch.where(lost, 0.0, y), (torch.where(lost, 0.0, args[0]),)
         box = self.box(y)
         if box is None:
             return gradient(total, y, self.argument)[0]

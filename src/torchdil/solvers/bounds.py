@@ -70,5 +70,5 @@ def _like_unknown(bound: Any, layout: Layout, y: Tensor) -> Any:
         try:
             expanded.append(leaf.expand(shape))
         except RuntimeError as error:
-            raise ValueError(f"bounds must broadcast to y0 of shape {tuple(shape)}, got {tuple(leaf.shape)}.") from error
+            raise ValueError(f"bounds must broadcast to shape {tuple(shape)}, got {tuple(leaf.shape)}.") from error
     return pytree.tree_unflatten(expanded, layout.spec)
