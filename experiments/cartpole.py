@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import os
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import torchdil as dil
-from experiments.publish import publish, results_of
+from experiments.publish import publish
 from experiments.systems import CartPole
 
 UPRIGHT = (0.0, 0.0, -1.0)  # of x, sin θ, cos θ
@@ -537,24 +536,16 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each")
+    parser.add_argument("--note", default="", help="what else to say of where the numbers were made")
     parser.add_argument("--store", type=Path, help="a folder for what is done, from where a run that was cut short goes on")
-    parser.add_argument(
-        "--only", nargs="+", metavar="SETTING", help='such as "euler, change" "rk4, change": the results of the others are kept'
-    )
+    parser.add_argument("--only", nargs="+", metavar="SETTING", help='such as "euler, change" "rk4, change"')
 
     def experiment(options: argparse.Namespace) -> dict[str, Any]:
         config = Config.preset(options.preset)
-        if options.only is None:
-            return run(config, options.seed, options.jobs, options.store)
-        chosen = tuple(setting for setting in config.settings if _name(*setting) in options.only)
-        if len(chosen) < len(options.only):
-            parser.error(f"--only must be one of {', '.join(_name(*s) for s in config.settings)}")
-        result = run(replace(config, settings=chosen), options.seed, options.jobs, options.store)
-        path = results_of("cartpole")
-        kept = json.loads(path.read_text())["settings"] if options.preset == "paper" and path.exists() else {}
-        names = [_name(*setting) for setting in config.settings]
-        merged = kept | result["settings"]
-        return result | {"config": asdict(config), "settings": {name: merged[name] for name in names if name in merged}}
+        chosen = tuple(s for s in config.settings if options.only is None or _name(*s) in options.only)
+        if not chosen:
+            parser.error(f"--only must name some of {', '.join(repr(_name(*s)) for s in config.settings)}")
+        return run(replace(config, settings=chosen), options.seed, options.jobs, options.store) | {"note": options.note}
 
     publish("cartpole", experiment, cartpole_page, parser)
 

@@ -101,7 +101,7 @@ def budget(result: dict[str, Any], setting: str) -> Any:
             ax.set_yticks(ticks, [str(tick) for tick in ticks])
             ax.set_yticks([], minor=True)
         axes[0].set_ylabel("cost")
-        fig.suptitle(f"{INTEGRATORS[setting.split(',')[0]]}, {_runs(result)}", fontsize=12)
+        fig.suptitle(f"{INTEGRATORS[setting.split(',')[0]]}, {_runs(result, setting)}", fontsize=12)
         fig.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=2, columnspacing=1.0)
         fig.tight_layout(rect=(0, 0.17, 1, 1))
     return fig
@@ -232,14 +232,15 @@ def write(result: dict[str, Any], docs: Path) -> None:
 def text(result: dict[str, Any]) -> str:
     """docs/cartpole.md."""
     config = result["config"]
-    high = config["variances"][-1]
+    high, note = config["variances"][-1], f"; {result['note']}" if result.get("note") else ""
     drawn = [name for name in figures(result) if name.startswith("budget")]
-    tables = "\n\n".join(f"### {_heading(setting)}\n\n{_table(rows(result, setting))}" for setting in result["settings"])
+    settings = result["settings"]
+    tables = "\n\n".join(f"### {_heading(result, setting)}\n\n{_table(rows(result, setting))}" for setting in settings)
     sentences = "\n".join(f"- {_sentence(result, setting)}" for setting in result["settings"])
     budgets = "\n\n".join(f"![Cost over the steps of the model](cartpole-{name}.svg)" for name in drawn)
     return f"""# Cart-pole
 
-Written by `python -m experiments.cartpole` from `experiments/results/cartpole.json`: {machine(result)}.
+Written by `python -m experiments.cartpole` from `experiments/results/cartpole.json`: {machine(result)}{note}.
 
 A pole hangs from a cart, and forces on the cart are to swing it up and hold it there. An expert that knows the equations does
 it by planning, and only the states that it visits are seen, not its controls. From these the learner finds a dynamics network
@@ -262,8 +263,8 @@ is green where cos θ < -0.9.
 ## The table
 
 Cost: the mean of squares of x, sin θ and cos θ + 1, summed over t = 0 .. {config["steps"]}; {config["states"]} fixed initial
-states for each variance, {_runs(result)}, each with its own expert, networks and random numbers; mean ± standard error
-over the runs. Median: of the states, mean over the runs. Up: cos θ < -0.9 for the last 10 steps. Always what training ended
+states for each variance; runs have their own experts, networks and random numbers; mean ± standard error over the
+runs. Median: of the states, mean over the runs. Up: cos θ < -0.9 for the last 10 steps. Always what training ended
 with, never its best iterate.
 
 {sentences}
@@ -338,14 +339,14 @@ def _smooth(paths: list[Any]) -> list[list[tuple[float, float]]]:
     return out
 
 
-def _runs(result: dict[str, Any]) -> str:
-    runs = result["config"]["runs"]
+def _runs(result: dict[str, Any], setting: str) -> str:
+    runs = len(result["settings"][setting][0]["mean"])
     return f"{runs} run{'s' * (runs > 1)}"
 
 
-def _heading(setting: str) -> str:
+def _heading(result: dict[str, Any], setting: str) -> str:
     integrator, reading = setting.split(", ")
-    return f"{INTEGRATORS[integrator][0].upper()}{INTEGRATORS[integrator][1:]}, reading “{reading}”"
+    return f"{INTEGRATORS[integrator]}, reading “{reading}”, {_runs(result, setting)}"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
