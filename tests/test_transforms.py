@@ -612,3 +612,11 @@ def test_functions_that_need_a_regular_matrix():
     (expected,) = torch.autograd.grad(f(leaf), leaf)
     torch.testing.assert_close(torch.func.grad(f)(A), expected)
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(f))(A.expand(3, 2, 2))[1], expected)
+
+
+def test_a_callable_solver_under_vmap_is_refused_also_without_args():
+    def score(y):
+        return ((y - 1) ** 2).sum()
+
+    with pytest.raises(RuntimeError, match=r"torch\.vmap cannot batch"):
+        torch.vmap(lambda y0: dil.argmin(score, y0, solver=lambda fn, y0: torch.ones_like(y0)).value)(torch.zeros(3, 2))

@@ -208,6 +208,7 @@ class Setting:
             on_failure=self.on_failure,
             report=self.report,
             bind=bind,
+            rowwise=statement.rowwise,
         )
         return implicit(start, *operands)
 

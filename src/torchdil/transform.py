@@ -37,7 +37,8 @@ class Implicit:
         rows: how many leading operands have one row a sample, (B, ·).
         symmetric, linear_solver, on_failure, report: as in `Condition`.
         bind: operands -> the user's function and its arguments.
-        copied: whether under a `vmap` operands that are no rows have an axis of copies.
+        rowwise: whether all operands are rows.
+        copied: whether this is under a `vmap`.
     """
 
     residual: RowFunction
@@ -49,6 +50,7 @@ class Implicit:
     on_failure: str
     report: Report
     bind: Callable[[tuple[Tensor, ...]], Any]
+    rowwise: bool
     copied: bool = False
 
     def __call__(self, *operands: Tensor) -> Tensor:
@@ -60,7 +62,7 @@ class Implicit:
 
     def bound(self, operands: tuple[Tensor, ...]) -> Any:
         """The `bound` of an `Operator`."""
-        return None if self.copied and self.rows < len(operands) else self.bind(operands[1:])
+        return None if self.copied and not self.rowwise else self.bind(operands[1:])
 
     def vmapped(self, size: int, in_dims: Sequence[int | None]) -> Implicit:
         """K copies as one batch: the leading `rows` operands are (K·B, ·), the others have an axis 0 of size K or none."""
