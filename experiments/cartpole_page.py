@@ -271,6 +271,9 @@ with, never its best iterate.
 
 {tables}
 
+The means of BC are those of a few carts that run away, since x² has no bound: the median run of BC costs
+{_median_run(result, "BC")} in the first table, that of MPC_IFT {_median_run(result, "MPC_IFT")}.
+
 - *expert*: random shooting on the true system, {config["particles"]} uniform particles, horizon {config["horizon"]}, every plan
   from scratch. MPC_IFT plans in the same way, with what it has learned.
 - *polished* in the test: random shooting with {config["polished_particles"]} particles and the last plan, then up to
@@ -321,6 +324,12 @@ def _last(result: dict[str, Any], method: str) -> dict[str, Any]:
     """A method in the first setting, with the largest budget."""
     found = next(iter(result["settings"].values()))
     return next(row for row in found if row["method"] == method and row["budget"] in (None, result["config"]["budgets"][-1]))
+
+
+def _median_run(result: dict[str, Any], method: str) -> str:
+    """The median over the runs of the mean cost, for each variance."""
+    means = _last(result, method)["mean"]
+    return " / ".join(f"{statistics.median(one[k] for one in means):.1f}" for k in range(len(result["config"]["variances"])))
 
 
 def _smooth(paths: list[Any]) -> list[list[tuple[float, float]]]:
