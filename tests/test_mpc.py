@@ -496,3 +496,31 @@ def test_bad_input_is_met_with_one_sentence(name):
     with pytest.raises((TypeError, ValueError), match=f"^{message}") as error:
         call()
     assert str(error.value).count(". ") == 0
+
+
+@pytest.mark.parametrize("horizon", [1, 10, 50])
+def test_plan_and_gradient_are_those_of_the_riccati_recursion(horizon):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    A, B, C, D = 0.6 * draw(4, 3, 3), draw(4, 3, 2), draw(3, 3), draw(2, 2)
+    Q, R, x, weights = C @ C.T, D @ D.T + torch.eye(2), draw(4, 3), draw(4, horizon, 2)
+    leaves = [t.clone().requires_grad_() for t in (A, B, Q, R, x)]
+
+    def planned(A, B, Q, R, x):
+        def dynamics(x, u):
+            return (A @ x.unsqueeze(2) + B @ u.unsqueeze(2)).squeeze(2)
+
+        def cost(x, u):
+            return torch.einsum("bi,ij,bj->b", x, Q, x) + torch.einsum("bi,ij,bj->b", u, R, u)
+
+        return MPC(dynamics, cost, horizon, 2, on_failure="raise")(x)
+
+    by_plan = planned(*leaves)
+    by_recursion = dil.control.lqr(*leaves[:4], horizon=horizon).rollout(leaves[4])[1]
+    assert relative(by_plan, by_recursion) <= EXACT
+    grads = [torch.autograd.grad((u * weights).sum(), leaves) for u in (by_plan, by_recursion)]
+    for got, expected in zip(*grads, strict=True):
+        assert relative(got, expected) <= EXACT
