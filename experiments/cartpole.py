@@ -112,7 +112,7 @@ class Config:
         paper = Config(
             settings=(MAIN, ("rk4", "change"), ("euler", "literal")),
             runs=10,
-            other_runs=3,
+            other_runs=2,
             budgets=(2000, 7000, 24000),
             states=50,
             steps=40,

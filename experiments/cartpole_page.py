@@ -355,7 +355,8 @@ def _runs(result: dict[str, Any], setting: str) -> str:
 
 def _heading(result: dict[str, Any], setting: str) -> str:
     integrator, reading = setting.split(", ")
-    return f"{INTEGRATORS[integrator]}, reading “{reading}”, {_runs(result, setting)}"
+    name = INTEGRATORS[integrator]
+    return f"{name[0].upper()}{name[1:]}, reading “{reading}”, {_runs(result, setting)}"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
