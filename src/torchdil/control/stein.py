@@ -21,6 +21,7 @@ from torchdil import batch
 from torchdil.compiled import Compiled
 from torchdil.linear import Auto, LinearSolver
 from torchdil.linear.auto import combine
+from torchdil.linear.evidence import Structured
 from torchdil.operator import Operator
 from torchdil.solution import Result, Stats, Status
 
@@ -30,8 +31,6 @@ _MOST_DOUBLINGS = 40
 # which are one CUDA graph.
 LOOK_EVERY = 3
 AT_ONCE = 9
-# A margin for the curvature of the Riccati equation, as direct solves have it.
-_MARGIN = 1.1
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,9 @@ class Stein(LinearSolver):
             Y = rhs.reshape(M.shape)
             X, stable, doublings = loop.solve(Y)
             size = 1 + self.damping + batch.norm(loop.M.flatten(1)).square()
-            remainder = batch.norm(loop.remainder(X, Y).flatten(1))
+            left = loop.remainder(X, Y)
+            remainder = batch.norm(left.flatten(1))
+            left = left + self.damping * X  # without damping
             allowed = self.tolerance(rhs) + self.attainable(M.shape[1] * size, X.flatten(1), rhs)
             whole = batch.finite(rhs) & size.isfinite()
             # NaN is not small either: what is left are samples that doubling could not do, and those that are not finite.
@@ -70,16 +71,16 @@ class Stein(LinearSolver):
             steps=torch.where(batch.norm(rhs) > 0, doublings, 0),
             residual=torch.where(whole, remainder, torch.nan),
             tolerance=allowed,
-            evidence=Doubled(loop, Y, X, operator.watched if transpose else None),
+            evidence=Structured(loop.again, loop.transposed, left.flatten(1), operator.watched if transpose else None),
             verified=True,
         )
         value = batch.select(whole, X.flatten(1), torch.full_like(rhs, torch.nan))
         result = Result(value, torch.where(solved, int(Status.converged), status), stats)
-        left = whole & ~solved
-        if not bool(left.any()):
+        rest = whole & ~solved
+        if not bool(rest.any()):
             return result
-        rest = self._otherwise(operator, torch.where(left.unsqueeze(1), rhs, 0.0), None, transpose)
-        return combine(result, rest, left)
+        other = self._otherwise(operator, torch.where(rest.unsqueeze(1), rhs, 0.0), None, transpose)
+        return combine(result, other, rest)
 
     def _otherwise(self, operator: Operator, rhs: Tensor, start: Tensor | None, transpose: bool) -> Result:
         settings = {f.name: getattr(self, f.name) for f in fields(LinearSolver)}
@@ -123,37 +124,17 @@ class Loop:
             X, M = _doubling(X, M)
             taken += 1
 
+    def again(self, b: Tensor) -> Tensor:
+        """X without damping, for another right-hand side, (B, n²) each."""
+        return Loop(self.M).solve(b.reshape(self.M.shape))[0].flatten(1)
+
+    def transposed(self, b: Tensor) -> Tensor:
+        """Likewise with Mᵀ."""
+        return Loop(self.M.mT).again(b)
+
     def remainder(self, X: Tensor, Y: Tensor) -> Tensor:
         """Y - (1 + ε) X + Mᵀ X M."""
         return torch.baddbmm(Y - (1 + self.damping) * X, torch.bmm(self.M.mT, X), self.M)
-
-
-@dataclass
-class Doubled:
-    """What a solve by doubling knows of the errors: two sums more, when a report asks.
-
-    Attributes:
-        loop: of the system that was solved.
-        rhs, value: Y and X, (B, n, n).
-        watched: F, (B, n²), or None.
-    """
-
-    loop: Loop
-    rhs: Tensor
-    value: Tensor
-    watched: Tensor | None = None
-
-    def adjoint_error(self, stats: Stats) -> Tensor:
-        assert stats.norm is not None
-        undamped = Loop(self.loop.M)
-        error = batch.norm(undamped.solve(undamped.remainder(self.value, self.rhs))[0].flatten(1))
-        return (_MARGIN * error / stats.norm.reshape(-1)).clamp_max(1.0)
-
-    def value_error(self, stats: Stats) -> Tensor | None:
-        if self.watched is None:
-            return None
-        F = self.watched.reshape(self.loop.M.shape)
-        return _MARGIN * batch.norm(Loop(self.loop.M.mT).solve(F)[0].flatten(1))
 
 
 def _doubling(X: Tensor, M: Tensor) -> tuple[Tensor, Tensor]:
