@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchdil as dil
-from experiments import cartpole, cartpole_page, page, systems
+from experiments import cartpole, cartpole_learning, cartpole_page, page, systems
 
 # Relative, of accelerations: both sides are exact but for rounding.
 ROUNDING = 1e-12
@@ -120,7 +120,7 @@ def test_unknown_names_are_refused_in_a_sentence():
     with pytest.raises(ValueError, match="integrator must be 'euler' or 'rk4', got 'heun'"):
         systems.CartPole("heun")
     with pytest.raises(ValueError, match="reading must be one of 'change', 'literal', 'next state', got 'raw'"):
-        cartpole.Dynamics(SMOKE, "raw", *transitions())
+        cartpole_learning.Dynamics(SMOKE, "raw", *transitions())
 
 
 @pytest.mark.parametrize("c", [1.0, 0.1, -0.6])
@@ -146,15 +146,15 @@ def test_cost_of_a_trajectory_by_hand():
 def transitions(integrator="euler"):
     generator = torch.Generator().manual_seed(1)
     system = systems.CartPole(integrator)
-    states = cartpole.initial_states(system, 0.5, 40, generator)
+    states = cartpole_learning.initial_states(system, 0.5, 40, generator)
     u = 2 * torch.rand(40, 1, generator=generator) - 1
     return states, u, system.step_observed(states, u)
 
 
-@pytest.mark.parametrize("reading", cartpole.READINGS)
+@pytest.mark.parametrize("reading", cartpole_learning.READINGS)
 def test_readings_say_what_a_network_without_weights_predicts(reading):
     states, u, after = transitions()
-    model = cartpole.Dynamics(SMOKE, reading, states, u, after)
+    model = cartpole_learning.Dynamics(SMOKE, reading, states, u, after)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     expected = {"change": states + (after - states).mean(dim=0), "literal": states, "next state": torch.zeros_like(states)}
@@ -171,8 +171,8 @@ def test_gradient_of_the_planning_loss_is_that_of_finite_differences(integrator,
     upright = torch.tensor([0.0, 0.0, math.pi, 0.0], dtype=torch.float64)
     x = system.observe(torch.cat([upright + 0.1 * draw(generator, 4, 4), draw(generator, 4, 4)]))
     expert = system.step_observed(x, 2 * torch.rand(8, 1, generator=generator, dtype=torch.float64) - 1)
-    cost = cartpole.Distance(cartpole.UPRIGHT).double()
-    mpc = cartpole.planner(SMOKE, system.step_observed, cost, generator, polished=True)
+    cost = cartpole_learning.Distance(cartpole_learning.UPRIGHT).double()
+    mpc = cartpole_learning.planner(SMOKE, system.step_observed, cost, generator, polished=True)
     # Under explicit Euler the last control cannot reach the cost: only what is flat is damped.
     mpc.linear_solver = dil.Dense(damping=1e-12 if integrator == "euler" else 0.0)
     mpc.solver = replace(mpc.solver, rtol=None, particles=200, polish=dil.Newton())
@@ -197,11 +197,11 @@ def test_gradient_of_the_planning_loss_is_that_of_finite_differences(integrator,
 
 def test_bc_and_mpc_take_as_many_steps_of_the_model(monkeypatch):
     taken = []
-    step = cartpole.ModelTraining.step
-    monkeypatch.setattr(cartpole.ModelTraining, "step", lambda self: taken.append(1) or step(self))
+    step = cartpole_learning.ModelTraining.step
+    monkeypatch.setattr(cartpole_learning.ModelTraining, "step", lambda self: taken.append(1) or step(self))
     generator = torch.Generator().manual_seed(0)
     expert = torch.stack([transitions()[0], transitions()[2]], dim=1)
-    for train in (cartpole.train_bc, cartpole.train_mpc):
+    for train in (cartpole_learning.train_bc, cartpole_learning.train_mpc):
         taken.clear()
         train(replace(SMOKE, target_steps=7), systems.CartPole(), "change", expert, 30, generator)
         assert len(taken) == 30
@@ -209,7 +209,9 @@ def test_bc_and_mpc_take_as_many_steps_of_the_model(monkeypatch):
 
 def test_model_is_learned(generator):
     states, u, after = transitions()
-    training = cartpole.ModelTraining(SMOKE, systems.CartPole(), "change", states, 1000, torch.Generator().manual_seed(0))
+    training = cartpole_learning.ModelTraining(
+        SMOKE, systems.CartPole(), "change", states, 1000, torch.Generator().manual_seed(0)
+    )
     before = training.model.error(states, u, after).item()
     for _ in range(1000):
         training.step()
@@ -219,8 +221,8 @@ def test_model_is_learned(generator):
 def test_smoke_run_has_every_method_and_is_finite(smoke):
     (rows,) = smoke["settings"].values()
     methods = [(row["method"], row["budget"]) for row in rows]
-    learned = [(method, budget) for method in cartpole.METHODS for budget in SMOKE.budgets]
-    last = [(method, SMOKE.budgets[-1]) for method in (cartpole.EXACT, *cartpole.POLISHED.values())]
+    learned = [(method, budget) for method in cartpole_learning.METHODS for budget in SMOKE.budgets]
+    last = [(method, SMOKE.budgets[-1]) for method in (cartpole_learning.EXACT, *cartpole_learning.POLISHED.values())]
     others = [("expert", None), ("true system, polished, horizon 4", None)]
     assert sorted(methods, key=str) == sorted([*others, *learned, *last], key=str)
     for row in rows:
@@ -229,12 +231,12 @@ def test_smoke_run_has_every_method_and_is_finite(smoke):
 
 
 def test_stationarity_is_that_of_the_plans_and_polish_brings_it():
-    system, cost = systems.CartPole("rk4"), cartpole.Distance(cartpole.UPRIGHT).requires_grad_(False)
+    system, cost = systems.CartPole("rk4"), cartpole_learning.Distance(cartpole_learning.UPRIGHT).requires_grad_(False)
     config = replace(SMOKE, polish_steps=50)
-    x = cartpole.initial_states(system, 0.5, 20, torch.Generator().manual_seed(0))
+    x = cartpole_learning.initial_states(system, 0.5, 20, torch.Generator().manual_seed(0))
 
     def plans(polished):
-        return cartpole.planner(config, system.step_observed, cost, torch.Generator().manual_seed(1), polished)
+        return cartpole_learning.planner(config, system.step_observed, cost, torch.Generator().manual_seed(1), polished)
 
     found = cartpole.stationarity(config, plans(polished=False), x)
     u, state = plans(polished=False)(x).requires_grad_(), x
@@ -285,3 +287,11 @@ def test_standard_error_is_that_of_the_runs():
     mean, error = cartpole_page.spread(row, 0)
     assert (mean, error) == (3.0, pytest.approx(math.sqrt(7) / math.sqrt(3)))
     assert cartpole_page.spread(row, 1) == (5.0, 0.0)
+
+
+def test_what_is_done_is_taken_from_the_store(tmp_path):
+    first = cartpole.run(SMOKE, seed=0, store=tmp_path)
+    kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    again = cartpole.run(SMOKE, seed=0, store=tmp_path)
+    assert len(kept) > 3 and {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == kept
+    assert json.dumps(again) == json.dumps(first)
