@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 import torchdil as dil
 from torchdil.operator import Operator
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler tells of every start and stop otherwise
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop otherwise
 HIDDEN = 30
 FILTERS = 4
 
@@ -75,7 +75,7 @@ def measure(name: str, unknowns: int, repeats: int) -> dict[str, object]:
     solution = dil.argmin(energy, x, args, solver=newton, linear_solver=dil.CG(rtol=1e-10))
     solution.value.square().sum().backward(retain_graph=True)  # so that .grad is there already, as in training
     loss = solution.value.square().sum()
-    backward_peak = _peak_bytes(loss.backward)
+    backward_peak = peak_bytes(loss.backward)
     assert solution.report.backward is not None
     stats = solution.report.backward.stats
     steps, y = int(stats.steps), solution.value.detach()
@@ -86,7 +86,7 @@ def measure(name: str, unknowns: int, repeats: int) -> dict[str, object]:
 
     operator = Operator(gradient, y.unsqueeze(0), symmetric=True)
     product, v = operator.product(transpose=True), 2 * y.unsqueeze(0)
-    product_peak = _peak_bytes(lambda: product(v))
+    product_peak = peak_bytes(lambda: product(v))
     loop, alone = [], []
     for _ in range(repeats):
         begin = time.process_time()
@@ -107,7 +107,7 @@ def measure(name: str, unknowns: int, repeats: int) -> dict[str, object]:
     }
 
 
-def _peak_bytes(work: Callable[[], object]) -> int:
+def peak_bytes(work: Callable[[], object]) -> int:
     """The most memory that `work` holds at a time beyond what there was before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         work()

@@ -34,9 +34,10 @@ class Config:
     """Sizes and choices of the experiment.
 
     Attributes:
-        settings: (integrator, reading of the dynamics network) to try; `Dynamics` says what the readings are.
-        runs, other_runs: independent repetitions in the setting `MAIN` and in others, of all but the states of the test.
-        budgets: steps of the model; MPC_IFT and BC are trained anew for each in the setting `MAIN`, else for the last only.
+        integrator, reading: of the true system, and of the dynamics network; `Dynamics` says what the readings are.
+        runs: independent repetitions of all but the states of the test.
+        others: integrator, reading and runs of further variants.
+        budgets: steps of the model; MPC_IFT and BC are trained anew for each in the variant `MAIN`, else for the last only.
         variances: of the initial states, the first also of the expert's.
         states, steps: how many initial states to test, and how many controls to apply.
         trajectories: of the expert.
@@ -54,9 +55,10 @@ class Config:
         drawn: how many trajectories to keep for the figures.
     """
 
-    settings: tuple[tuple[str, str], ...] = (("euler", "change"),)
+    integrator: str = "euler"
+    reading: str = "change"
     runs: int = 1
-    other_runs: int = 1
+    others: tuple[tuple[str, str, int], ...] = ()
     budgets: tuple[int, ...] = (700, 2000)
     variances: tuple[float, ...] = (0.04, 0.08)
     states: int = 6
@@ -101,9 +103,8 @@ class Config:
             drawn=2,
         )
         paper = Config(
-            settings=(MAIN, ("rk4", "change"), ("euler", "literal")),
             runs=10,
-            other_runs=2,
+            others=(("rk4", "change", 10), ("euler", "literal", 10), ("euler", "next state", 2)),
             budgets=(2000, 7000, 24000),
             states=50,
             steps=40,

@@ -1,154 +1,107 @@
-"""The figures, the animation, the tables and the sentences of `experiments.cartpole`, from its results alone."""
+"""The tables, the verdicts and the sentences of `experiments.cartpole`, from its records alone."""
 
 from __future__ import annotations
 
-import math
 import statistics
-from itertools import pairwise
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import machine, markdown
-
-# Okabe and Ito's colours, which the colour-blind tell apart.
-BLUE, RED, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A8A8A"
-STYLE = {"font.size": 11, "axes.titlesize": 12, "legend.fontsize": 9.5, "legend.frameon": False, "svg.hashsalt": "torchdil"}
-WIDTH = 4.6  # inches: narrow enough that the letters stay readable on a phone
+from benchmarks.tables import markdown
+from experiments import page
+from experiments.cartpole_figures import (
+    CARTS,
+    INTEGRATORS,
+    SERIES,
+    animation,
+    budget,
+    collected,
+    first_setting,
+    has_trajectories,
+    runs_in_words,
+    spread,
+    trajectories,
+    with_most_steps,
+)
+from experiments.runner import Record
 
 PAPER = {"expert": ("9.2 ± 0.0", "9.3 ± 0.1"), "BC": ("14.6 ± 0.6", "18.4 ± 1.4"), "MPC_IFT": ("13.7 ± 0.4", "14.7 ± 1.9")}
-SERIES = {
-    "BC": ("o-", RED),
-    "MPC_IFT": ("s-", BLUE),
-    "MPC_IFT, polished in the test": ("^-", GREEN),
-    "MPC_IFT, polished throughout": ("D-", PURPLE),
-}
+# A mean cost is reproduced if it is within this share of the paper's.
+CLOSE = 0.1
 TRAINED = ("MPC_IFT", "MPC_IFT, polished in training")
-INTEGRATORS = {"euler": "explicit Euler", "rk4": "RK4"}
-# Of the animation: carts in a strip, pictures a step, metres to either side, and how long the last picture stays.
-CARTS, SMOOTH, ROOM, HOLD = 10, 2, 2.4, 16
-LENGTH = 0.6
 
 
-def figures(result: dict[str, Any]) -> dict[str, Any]:
+def answer(records: list[Record]) -> str:
+    """What came out, in a few sentences."""
+    result = collected(records)
+    return " ".join(_sentence(result, setting) for setting in result["settings"])
+
+
+def figures(records: list[Record]) -> dict[str, Any]:
     """All figures by name."""
-    found = {"trajectories": trajectories(result)}
+    result = collected(records)
+    found = {"trajectories": trajectories(result)} if has_trajectories(result) else {}
     for name, rows in result["settings"].items():
         if len({row["budget"] for row in rows if row["method"] == "BC"}) > 1:
             found[f"budget-{name.split(',')[0]}"] = budget(result, name)
     return found
 
 
-def trajectories(result: dict[str, Any]) -> Any:
-    """The paper's Figure 3: the tip's height and the cart's place over time, from all initial states."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    variance = result["config"]["variances"][-1]
-    rows = [
-        ("the expert's trajectories that are learned from", _last(result, "expert")["data"], GREY),
-        (f"BC, variance {variance}", _last(result, "BC")["trajectories"], RED),
-        (f"MPC_IFT, variance {variance}", _last(result, "MPC_IFT")["trajectories"], BLUE),
-    ]
-    with rc_context(STYLE):
-        fig = Figure(figsize=(WIDTH, 6.4))
-        axes = fig.subplots(3, 2, sharex=True, sharey="col")
-        for (left, right), (label, paths, colour) in zip(axes, rows, strict=True):
-            for path in paths:
-                times = [0.1 * t for t in range(len(path))]
-                left.plot(times, [-cos for _, _, cos in path], color=colour, alpha=0.3, linewidth=0.8)
-                right.plot(times, [x for x, _, _ in path], color=colour, alpha=0.3, linewidth=0.8)
-            left.set(ylim=(-1.1, 1.1), yticks=[-1, 0, 1], yticklabels=["down", "0", "up"])
-            right.set(ylim=(-ROOM, ROOM))
-            left.set_title(label, loc="left", fontsize=11)
-            for ax in (left, right):
-                ax.grid(alpha=0.3)
-                ax.margins(x=0)
-            left.set_ylabel("tip", labelpad=-8)
-            right.set_ylabel("cart, m", labelpad=0)
-        for ax in axes[-1]:
-            ax.set_xlabel("time, s")
-        fig.tight_layout()
-    return fig
+def section(records: list[Record]) -> page.Section:
+    """The cart-pole on the page of all experiments."""
+    result = collected(records)
+    moving = ""
+    if has_trajectories(result):
+        with tempfile.TemporaryDirectory() as folder:
+            animation(result, Path(folder) / "cartpole.gif")
+            moving = page.picture(Path(folder) / "cartpole.gif", "The swing-up by the expert, BC and MPC_IFT")
+    body = (
+        page.paragraph(
+            "The paper's Table 2 and Figure 3: dynamics and target are learned from the states of a noisy expert, through "
+            "the planning step of model predictive control (MPC_IFT), beside behavioural cloning (BC)."
+        )
+        + page.paragraph(answer(records))
+        + moving
+        + page.gallery(list(figures(records).values()))
+        + "".join(page.paragraph(_heading(result, s)) + page.table(rows(result, s)) for s in result["settings"])
+    )
+    return page.Section("Cart-pole swing-up from observations", body)
 
 
-def budget(result: dict[str, Any], setting: str) -> Any:
-    """The cost over the steps of the model, with standard errors."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    rows, variances = result["settings"][setting], result["config"]["variances"]
-    with rc_context(STYLE):
-        fig = Figure(figsize=(WIDTH, 4.7))
-        axes = fig.subplots(1, len(variances), sharey=True)
-        for k, (ax, variance) in enumerate(zip(axes, variances, strict=True)):
-            mean, _ = spread(rows[0], k)
-            ax.axhline(mean, color=GREY, linestyle="--", label="expert")
-            for method, (style, colour) in SERIES.items():
-                line = sorted((row for row in rows if row["method"] == method), key=lambda row: row["budget"])
-                points = [(row["budget"], *spread(row, k)) for row in line]
-                steps, means, errors = zip(*points, strict=True)
-                ax.errorbar(steps, means, errors, fmt=style, color=colour, markersize=5, capsize=2, label=method)
-                # Of a few run-aways the mean is full, the median is not.
-                medians = [statistics.fmean(one[k] for one in row["median"]) for row in line]
-                ax.plot(steps, medians, style[0], color=colour, markersize=5, fillstyle="none", linestyle=":")
-            ax.set(xscale="log", yscale="log", xlabel="steps of the model", title=f"variance {variance}")
-            ax.grid(alpha=0.3)
-            budgets = result["config"]["budgets"]
-            ax.set_xticks(budgets, [f"{steps / 1000:g}k" for steps in budgets])
-            ax.set_xticks([], minor=True)
-            low, high = ax.get_ylim()
-            ticks = [tick for tick in (5, 7, 10, 15, 20, 50, 100, 200, 500, 1000, 2000) if low < tick < high]
-            ax.set_yticks(ticks, [str(tick) for tick in ticks])
-            ax.set_yticks([], minor=True)
-        axes[0].set_ylabel("cost")
-        fig.suptitle(f"{INTEGRATORS[setting.split(',')[0]]}, {_runs(result, setting)}", fontsize=12)
-        fig.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=2, columnspacing=1.0)
-        fig.tight_layout(rect=(0, 0.17, 1, 1))
-    return fig
+def verdicts(records: list[Record]) -> tuple[page.Verdict, ...]:
+    """The cells of Table 2, in the first variant, and what the paper concludes from them, in all."""
+    result = collected(records)
+    found = []
+    for number, setting in enumerate(result["settings"]):
+        last = with_most_steps(result, setting)
+        for k, variance in enumerate(result["config"]["variances"]):
+            where = f"Table 2, {_setting(setting)}, variance {variance}"
+            if number == 0:
+                found += [_cell(f"{where}: {name}", last[name], k, PAPER[name][k]) for name in PAPER]
+            found.append(_below(f"{where}: MPC_IFT below BC", last["MPC_IFT"], last["BC"], k))
+            better = last["MPC_IFT, polished in the test"]
+            what, expert = f"{where}: MPC_IFT, polished in the test", f"the expert: {_plus_minus(last['expert'], k)}"
+            found.append(page.Verdict(what, "-", _plus_minus(better, k), len(better["mean"]), "new", expert))
+    return tuple(found)
 
 
-def animation(result: dict[str, Any], path: Path) -> None:
-    """A GIF of the swing-up: expert, BC and MPC_IFT from the same initial states."""
-    from matplotlib import rc_context
-    from matplotlib.animation import PillowWriter
-    from matplotlib.collections import LineCollection, PatchCollection
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-
-    strips = [(method, _smooth(_last(result, method)["trajectories"][:CARTS])) for method in ("expert", "BC", "MPC_IFT")]
-    frames = len(strips[0][1][0])
-    with rc_context(STYLE | {"font.size": 10}):
-        fig = Figure(figsize=(5.6, 5.2), facecolor="white")
-        axes = fig.subplots(3, 1)
-        fig.subplots_adjust(left=0.01, right=0.99, top=0.95, bottom=0.01, hspace=0.17)
-        writer = PillowWriter(fps=10 * SMOOTH)
-        with writer.saving(fig, str(path), dpi=90):
-            for frame in [*range(frames), *[frames - 1] * HOLD]:
-                up = []
-                for ax, (method, paths) in zip(axes, strips, strict=True):
-                    ax.clear()
-                    ax.plot([-ROOM, ROOM], [0, 0], color="#C8C8C8", linewidth=1.5, zorder=0)
-                    ax.plot([0, 0], [-0.09, 0.09], color="#C8C8C8", linewidth=1.5, zorder=0)
-                    at = [one[frame] for one in paths]
-                    poles = [[(x, 0), (x + LENGTH * math.sin(a), -LENGTH * math.cos(a))] for x, a in at]
-                    upright = [math.cos(a) < -0.9 for _, a in at]
-                    colours = [GREEN if good else RED for good in upright]
-                    carts = [Rectangle((x - 0.13, -0.06), 0.26, 0.12) for x, _ in at]
-                    ax.add_collection(PatchCollection(carts, facecolor="#4A4A4A", alpha=0.35, edgecolor="none"))
-                    ax.add_collection(LineCollection(poles, colors=colours, linewidths=3, alpha=0.75, capstyle="round"))
-                    ax.set(xlim=(-ROOM, ROOM), ylim=(-0.75, 0.75), aspect="equal")
-                    ax.axis("off")
-                    up.append(sum(upright))
-                    ax.set_title(f"{method}: {up[-1]} of {len(at)} up", loc="left", fontsize=11)
-                axes[0].set_title(f"{min(frame, frames - 1) / SMOOTH / 10:.1f} s", loc="right", fontsize=11)
-                writer.grab_frame()
+def _cell(what: str, row: dict[str, Any], variance: int, paper: str) -> page.Verdict:
+    """A mean cost beside the paper's; less is better."""
+    (ours, _), theirs = spread(row, variance), float(paper.split()[0])
+    close = abs(ours - theirs) <= CLOSE * theirs
+    verdict = "reproduced" if close else "better" if ours < theirs else "not reproduced"
+    mean, median, up = ([one[variance] for one in row[key]] for key in ("mean", "median", "success"))
+    typical = f"the median run costs {statistics.median(mean):.1f}, the median state {statistics.fmean(median):.1f}"
+    why = f"{typical}; {_percent(statistics.fmean(up))} of the poles end up" if verdict == "not reproduced" else ""
+    return page.Verdict(what, paper, _plus_minus(row, variance), len(row["mean"]), verdict, why)
 
 
-def spread(row: dict[str, Any], variance: int) -> tuple[float, float]:
-    """Mean over the runs of the mean cost, and its standard error."""
-    values = [one[variance] for one in row["mean"]]
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return statistics.fmean(values), error
+def _below(what: str, ours: dict[str, Any], theirs: dict[str, Any], variance: int) -> page.Verdict:
+    """Whether one method costs less than another, in the mean and run by run."""
+    pairs = [(one[variance], other[variance]) for one, other in zip(ours["mean"], theirs["mean"], strict=True)]
+    wins, (mean, _), (other, _) = sum(a < b for a, b in pairs), spread(ours, variance), spread(theirs, variance)
+    verdict = "reproduced" if mean < other else "not reproduced"
+    return page.Verdict(what, "yes", f"{mean:.1f} and {other:.1f}", len(pairs), verdict, f"in {wins} of {len(pairs)} runs")
 
 
 def rows(result: dict[str, Any], setting: str) -> list[dict[str, str]]:
@@ -200,16 +153,9 @@ def target_rows(result: dict[str, Any]) -> list[dict[str, str]]:
     return table
 
 
-def answer(result: dict[str, Any]) -> str:
-    """What came out, in a few sentences."""
-    return " ".join(_sentence(result, setting) for setting in result["settings"])
-
-
 def _sentence(result: dict[str, Any], setting: str) -> str:
     integrator, reading = setting.split(", ")
-    last = {
-        row["method"]: row for row in result["settings"][setting] if row["budget"] in (None, result["config"]["budgets"][-1])
-    }
+    last = with_most_steps(result, setting)
 
     def cost(method: str) -> str:
         return " / ".join(_plus_minus(last[method], k) for k in range(len(result["config"]["variances"])))
@@ -218,29 +164,25 @@ def _sentence(result: dict[str, Any], setting: str) -> str:
     return f"{INTEGRATORS[integrator]}, reading “{reading}”: {named}."
 
 
-def write(result: dict[str, Any], docs: Path) -> None:
+def write(records: list[Record], docs: Path) -> None:
     """docs/cartpole.md, its figures and the animation."""
-    from matplotlib import rc_context
-
-    with rc_context(STYLE):
-        for name, fig in figures(result).items():
-            fig.savefig(docs / f"cartpole-{name}.svg", metadata={"Date": None})
-    animation(result, docs / "cartpole.gif")
-    (docs / "cartpole.md").write_text(text(result))
+    page.save(figures(records), docs, "cartpole")
+    animation(collected(records), docs / "cartpole.gif")
+    (docs / "cartpole.md").write_text(text(records))
 
 
-def text(result: dict[str, Any]) -> str:
+def text(records: list[Record]) -> str:
     """docs/cartpole.md."""
-    config = result["config"]
-    high, note = config["variances"][-1], f"; {result['note']}" if result.get("note") else ""
-    drawn = [name for name in figures(result) if name.startswith("budget")]
+    result = collected(records)
+    config, high = result["config"], result["config"]["variances"][-1]
+    drawn = [name for name in figures(records) if name.startswith("budget")]
     settings = result["settings"]
     tables = "\n\n".join(f"### {_heading(result, setting)}\n\n{_table(rows(result, setting))}" for setting in settings)
     sentences = "\n".join(f"- {_sentence(result, setting)}" for setting in result["settings"])
     budgets = "\n\n".join(f"![Cost over the steps of the model](cartpole-{name}.svg)" for name in drawn)
     return f"""# Cart-pole
 
-Written by `python -m experiments.cartpole` from `experiments/results/cartpole.json`: {machine(result)}{note}.
+{page.origin("cartpole", records)}
 
 A pole hangs from a cart, and forces on the cart are to swing it up and hold it there. An expert that knows the equations does
 it by planning, and only the states that it visits are seen, not its controls. From these the learner finds a dynamics network
@@ -320,43 +262,20 @@ noise of the expert hides that. What training ended with, mean and standard devi
 """
 
 
-def _last(result: dict[str, Any], method: str) -> dict[str, Any]:
-    """A method in the first setting, with the largest budget."""
-    found = next(iter(result["settings"].values()))
-    return next(row for row in found if row["method"] == method and row["budget"] in (None, result["config"]["budgets"][-1]))
-
-
 def _median_run(result: dict[str, Any], method: str) -> str:
     """The median over the runs of the mean cost, for each variance."""
-    means = _last(result, method)["mean"]
+    means = first_setting(result, method)["mean"]
     return " / ".join(f"{statistics.median(one[k] for one in means):.1f}" for k in range(len(result["config"]["variances"])))
 
 
-def _smooth(paths: list[Any]) -> list[list[tuple[float, float]]]:
-    """(x, θ) of each path, with pictures in between."""
-    out = []
-    for path in paths:
-        angles = [math.atan2(path[0][1], path[0][2])]
-        for _, sin, cos in path[1:]:
-            turned = math.atan2(sin, cos) - angles[-1]
-            angles.append(angles[-1] + math.remainder(turned, math.tau))
-        points = [(x, angle) for (x, _, _), angle in zip(path, angles, strict=True)]
-        fine = []
-        for (x, a), (y, b) in pairwise(points):
-            fine += [(x + (y - x) * k / SMOOTH, a + (b - a) * k / SMOOTH) for k in range(SMOOTH)]
-        out.append([*fine, points[-1]])
-    return out
-
-
-def _runs(result: dict[str, Any], setting: str) -> str:
-    runs = len(result["settings"][setting][0]["mean"])
-    return f"{runs} run{'s' * (runs > 1)}"
+def _setting(setting: str) -> str:
+    integrator, reading = setting.split(", ")
+    name = INTEGRATORS[integrator]
+    return f"{name[0].upper()}{name[1:]}, reading “{reading}”"
 
 
 def _heading(result: dict[str, Any], setting: str) -> str:
-    integrator, reading = setting.split(", ")
-    name = INTEGRATORS[integrator]
-    return f"{name[0].upper()}{name[1:]}, reading “{reading}”, {_runs(result, setting)}"
+    return f"{_setting(setting)}, {runs_in_words(result, setting)}"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

@@ -2,13 +2,13 @@
 
 Each problem is F(y) = A y + s Rᵀ(w ∘ tanh(R y)) - x = 0, A with a random spectrum, stated as an argmin (A symmetric), a root or
 a fixed point. Both solvers, their tolerances or numbers of steps, the damping and the loss are drawn too; y* and the exact
-gradient are known to rounding. `python -m experiments.coverage` writes the results and, from them, docs/quality.md.
+gradient are known to rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 import torchdil as dil
-from experiments.publish import publish
 
 SPECTRA = ("uniform", "log-uniform", "clustered", "outliers")
 LOSSES = ("squared", "linear")
@@ -51,6 +50,7 @@ class Config:
         unknowns: the smallest and the largest problem.
         condition: the largest condition number of A.
         tolerances: the tightest and the loosest of both solves.
+        runs: one is the whole experiment.
     """
 
     rounds: int = 8
@@ -58,6 +58,7 @@ class Config:
     unknowns: tuple[int, int] = (2, 100)
     condition: float = 1e6
     tolerances: tuple[float, float] = (1e-9, 1e-1)
+    runs: int = 1
 
     @staticmethod
     def preset(name: str) -> Config:
@@ -256,7 +257,7 @@ def run(config: Config, seed: int) -> dict[str, Any]:
         for pair, (kind, linear) in enumerate(PAIRS)
         for row in measure(Draw(10**7 * (seed + 1) + 1000 * number + pair), kind, linear, config)
     ]
-    return {"seed": seed, "config": asdict(config), "columns": COLUMNS, "rows": rows, "summary": summary(rows)}
+    return {"columns": COLUMNS, "rows": rows, "summary": summary(rows)}
 
 
 def summary(rows: list[list[Any]]) -> list[dict[str, Any]]:
@@ -289,13 +290,3 @@ def shares(table: list[dict[str, Any]], error: str, number: str) -> dict[str, An
         **{name: round(int(mask.sum()) / len(known), 4) if known else None for name, mask in masks.items()},
         "quantiles": [float(f"{q:.3g}") for q in ratios.quantile(QUANTILES)] if known else None,
     }
-
-
-def main() -> None:
-    from experiments import coverage_page
-
-    publish("coverage", lambda options: run(Config.preset(options.preset), options.seed), coverage_page)
-
-
-if __name__ == "__main__":
-    main()

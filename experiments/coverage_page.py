@@ -6,14 +6,49 @@ import math
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import machine, markdown
+from benchmarks.tables import markdown
+from experiments import page
 from experiments.coverage import FACTOR, LINEAR, PAIRS
+from experiments.page import BLUE, GREEN, RED
+from experiments.runner import Record
 
-# Okabe and Ito's colours, which the colour-blind tell apart; the markers differ too.
-KINDS = {"argmin": ("o", "#0072B2"), "root": ("^", "#D55E00"), "fixed point": ("s", "#009E73")}
-STYLE = {"font.size": 11, "axes.titlesize": 11.5, "legend.frameon": False, "svg.hashsalt": "torchdil"}
+KINDS = {"argmin": ("o", BLUE), "root": ("^", RED), "fixed point": ("s", GREEN)}
+STYLE = page.STYLE | {"axes.titlesize": 11.5, "legend.fontsize": 11}
 TITLES = {"value": "error of y", "adjoint": "relative error of g"}
 BANDS = ("all", "CG", "MINRES", "GMRES", "NormalCG", "BiCGStab", "Dense")
+
+
+def answer(records: list[Record]) -> str:
+    """What was found, in a sentence or two."""
+    return _answer(page.only_run(records))
+
+
+def figures(records: list[Record]) -> dict[str, Any]:
+    """The figure by its name."""
+    return {"errors": figure(page.only_run(records))}
+
+
+def section(records: list[Record]) -> page.Section:
+    """The estimates on the page of all experiments."""
+    result = page.only_run(records)
+    body = page.paragraph(_answer(result)) + page.vector_graphic(figure(result)) + page.table(rows(result))
+    return page.Section("How often is an estimated error right?", body)
+
+
+def verdicts(records: list[Record]) -> tuple[page.Verdict, ...]:
+    """The paper has no estimates."""
+    result = page.only_run(records)
+    found = {error: _find(result, error, "all", "all") for error in TITLES}
+    return tuple(
+        page.Verdict(
+            f"Report: estimated {TITLES[error]}",
+            "-",
+            f"within a factor of {FACTOR:g} in {_percent(one['within'])}, a bound in {_percent(one['bounds'])} of the problems",
+            one["samples"],
+            "new",
+        )
+        for error, one in found.items()
+    )
 
 
 def figure(result: dict[str, Any]) -> Any:
@@ -65,8 +100,7 @@ def forward_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     return [_row(TITLES[error], name, _find(result, error, by, name), "of") for error in TITLES for by, name in groups]
 
 
-def answer(result: dict[str, Any]) -> str:
-    """What was found, in a sentence or two."""
+def _answer(result: dict[str, Any]) -> str:
     value, adjoint = (_find(result, error, "all", "all") for error in TITLES)
     old_value, old_adjoint = (_find(result, error, "all", "all", "classic") for error in TITLES)
     return (
@@ -85,17 +119,18 @@ def misses(result: dict[str, Any]) -> tuple[int, int]:
     return len(short), sum((row["adjoint_true"] or 0) > 0.1 for row in short)
 
 
-def write(result: dict[str, Any], docs: Path) -> None:
+def write(records: list[Record], docs: Path) -> None:
     """docs/quality.md and its figure."""
     from matplotlib import rc_context
 
     with rc_context(STYLE):
-        figure(result).savefig(docs / "quality.svg", metadata={"Date": None})
-    (docs / "quality.md").write_text(text(result))
+        figure(page.only_run(records)).savefig(docs / "quality.svg", metadata={"Date": None})
+    (docs / "quality.md").write_text(text(records))
 
 
-def text(result: dict[str, Any]) -> str:
+def text(records: list[Record]) -> str:
     """docs/quality.md."""
+    result = page.only_run(records)
     config, total = result["config"], len(result["rows"])
     (tight, loose), (least, most) = config["tolerances"], config["unknowns"]
     left = [_find(result, error, "all", "all")["left_out"] for error in TITLES]
@@ -104,12 +139,12 @@ def text(result: dict[str, Any]) -> str:
     short, blind = misses(result)
     return f"""# Gradient quality in numbers
 
-Written by `python -m experiments.coverage` from `experiments/results/coverage.json`: {machine(result)}.
+{page.origin("coverage", records)}
 
 After a backward pass the report says how far y and the adjoint g may be from the exact ones, for each sample, at the price of
 one inner product a step. Here: how often that is true.
 
-**{answer(result)}**
+**{_answer(result)}**
 
 ![True against estimated errors](quality.svg)
 

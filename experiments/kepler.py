@@ -2,13 +2,13 @@
 
 The paper's Figure 1, the gradient field also at points u that do not solve the inner problem, and a measured answer to its open
 question: how exact must the inner solution be? The derivative is known, dE/de = sin E / (1 - e cos E). The score is the one of
-the paper; a factor ½ would change no implicit gradient. `python -m experiments.kepler` writes the results and docs/kepler.md.
+the paper; a factor ½ would change no implicit gradient.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import torchdil as dil
-from experiments.publish import publish
 
 STATEMENTS = ("argmin", "root")
 # Distances from the argmin-line, |u - E(e)|, between which the field is judged.
@@ -36,10 +35,11 @@ class Config:
         learning_rate, outer_steps: of the gradient descent in e.
         step_size: of the inner gradient descent that is stopped after a few steps.
         arrows, points: of the field, along each axis: to draw, and to judge.
-        runs: random problems, M and e uniform in their ranges.
+        problems: random ones, M and e uniform in their ranges.
         reached: learning has succeeded when |E(e) - target| is less.
         tolerances: of the inner solver, which then takes as many steps as it needs.
         inner_steps: of the inner solver, which then stops wherever it is.
+        runs: one is the whole experiment.
     """
 
     M: float = 1.0
@@ -52,19 +52,20 @@ class Config:
     step_size: float = 0.2
     arrows: int = 14
     points: int = 60
-    runs: int = 128
+    problems: int = 128
     M_range: tuple[float, float] = (0.3, 2.0)
     e_range: tuple[float, float] = (0.05, 0.9)
     reached: float = 1e-3
     tolerances: tuple[float, ...] = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-12)
     inner_steps: tuple[int, ...] = (1, 5, 20)
+    runs: int = 1
 
     @staticmethod
     def preset(name: str) -> Config:
-        smoke = Config(outer_steps=40, arrows=8, points=16, runs=16, tolerances=(1.0, 1e-2, 1e-6), inner_steps=(1,))
+        smoke = Config(outer_steps=40, arrows=8, points=16, problems=16, tolerances=(1.0, 1e-2, 1e-6), inner_steps=(1,))
         tolerances = tuple(10.0**-k for k in range(13))
         paper = Config(
-            outer_steps=200, points=160, runs=1000, tolerances=tolerances, inner_steps=(1, 2, 5, 10, 20, 50, 100, 200)
+            outer_steps=200, points=160, problems=1000, tolerances=tolerances, inner_steps=(1, 2, 5, 10, 20, 50, 100, 200)
         )
         return {"smoke": smoke, "quick": Config(), "paper": paper}[name]
 
@@ -153,8 +154,6 @@ def run(config: Config, seed: int) -> dict[str, Any]:
     tolerances = [_judge(config, problems, dil.GradientDescent(rtol=rtol), pooled) for rtol in config.tolerances]
     steps = [_judge(config, problems, _slow(config, n), pooled) for n in config.inner_steps]
     return {
-        "seed": seed,
-        "config": asdict(config),
         "target_e": (config.target - config.M) / math.sin(config.target),
         "path": _path(config, dil.Newton(), (config.first_e, config.M), "argmin"),
         "field": {statement: _field(config, statement) for statement in STATEMENTS},
@@ -170,7 +169,7 @@ def _random_problems(config: Config, seed: int) -> Problems:
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(low: float, high: float) -> Tensor:
-        return low + (high - low) * torch.rand(config.runs, generator=generator, dtype=torch.float64)
+        return low + (high - low) * torch.rand(config.problems, generator=generator, dtype=torch.float64)
 
     M, target_e, e = uniform(*config.M_range), uniform(*config.e_range), uniform(*config.e_range)
     return Problems(M, exact(target_e, M), e, M)
@@ -316,12 +315,6 @@ def _factors(config: Config, problems: Problems, pooled: Tensor) -> dict[str, An
     }
 
 
-def main() -> None:
-    from experiments import kepler_page
-
-    publish("kepler", lambda options: run(Config.preset(options.preset), options.seed), kepler_page)
-
-
 def _median(a: Tensor) -> float:
     return float(a.median())
 
@@ -338,7 +331,3 @@ def _share(mask: Tensor) -> float:
 
 def _numbers(a: Tensor) -> list[float]:
     return [round(number, 5) for number in a.tolist()]
-
-
-if __name__ == "__main__":
-    main()

@@ -6,23 +6,100 @@ import math
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import machine, markdown
+from benchmarks.tables import markdown
+from experiments import page
 from experiments.kepler import MIXED, PAST
+from experiments.page import BLUE, DARK, GREEN, PALE, PURPLE, RED, STYLE, WIDTH, YELLOW
+from experiments.runner import Record
 
-# Okabe and Ito's colours, which the colour-blind tell apart.
-BLUE, RED, GREEN, PURPLE, YELLOW, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#F0E442", "#B0B0B0"
-STYLE = {"font.size": 11, "axes.titlesize": 12, "legend.fontsize": 9.5, "legend.frameon": False, "svg.hashsalt": "torchdil"}
-WIDTH = 4.6  # inches: narrow enough that the letters stay readable on a phone
+# A claim about points holds if it does in this share of them.
+MOST = 0.9
 
 
-def figures(result: dict[str, Any]) -> dict[str, Any]:
+def answer(records: list[Record]) -> str:
+    """How exact the inner solution must be, in two sentences."""
+    return _answer(page.only_run(records))
+
+
+def figures(records: list[Record]) -> dict[str, Any]:
     """All figures by name."""
+    result = page.only_run(records)
     return {
         "field-argmin": field(result, "argmin"),
         "field-root": field(result, "root"),
         "errors": errors(result),
         "success": success(result),
     }
+
+
+def section(records: list[Record]) -> page.Section:
+    """Kepler's equation on the page of all experiments."""
+    result = page.only_run(records)
+    body = (
+        page.paragraph(
+            "E(e) = argmin_u (u - e sin u - M)², and e is learned so that E(e) meets a target (the paper's Figure 1). An "
+            "arrow is one step of learning at a point (e, u) that need not solve the inner problem: minus the gradient in "
+            "e, a step of gradient descent on the score in u."
+        )
+        + page.paragraph(_answer(result))
+        + page.gallery(list(figures(records).values()))
+        + page.table(field_rows(result))
+        + page.paragraph(
+            f"Inexact inner solutions in {result['config']['problems']} random problems: errors at the first e, and how "
+            "learning fared from cold and warm starts, judged by the exact E; medians."
+        )
+        + page.table(inexact_rows(result))
+    )
+    return page.Section("Kepler's equation: how exact must the inner solution be?", body)
+
+
+def verdicts(records: list[Record]) -> tuple[page.Verdict, ...]:
+    """What the paper says of its Figure 1, claim by claim."""
+    result = page.only_run(records)
+    config, field, share = result["config"], result["field"]["argmin"], result["reference"]["share"]
+    gap = abs(result["path"]["e"][-1] - result["target_e"])
+    arrives = f"learning with single inner steps arrives from {_percent(field['arrives'])} of the points"
+    single = next(row for row in result["inner_steps"] if row["inner_steps"] == 1)
+
+    def claim(what: str, ours: str, runs: int, holds: bool, why: str = "") -> page.Verdict:
+        return page.Verdict(f"Figure 1: {what}", "yes", ours, runs, "reproduced" if holds else "not reproduced", why)
+
+    return (
+        claim(
+            "e is learned so that E(e) meets a target",
+            f"|e - e*| = {gap:.0e}; {_percent(share)} of {config['problems']} random problems",
+            config["problems"],
+            gap < config["reached"] and share > MOST,
+        ),
+        claim(
+            "the gradient points to the target, on the argmin-line",
+            f"{_percent(field['right_on_the_line'])} of the points",
+            1,
+            field["right_on_the_line"] == 1,
+        ),
+        claim(
+            "points close to the argmin-line also point to the target",
+            f"{_percent(field['right_by_distance'][0])} of those closer than 0.1",
+            1,
+            field["right_by_distance"][0] > MOST,
+        ),
+        claim(
+            "points anywhere off the argmin-line also point to the target",
+            f"{_percent(field['right'])} of the plane",
+            1,
+            field["right"] > MOST,
+            f"further off, the loss pulls on u, which may be past the target; but {arrives}",
+        ),
+        page.Verdict(
+            "Open question: how exact must the inner solution be for learning to succeed?",
+            "open; “a generous tolerance”",
+            f"one inner step at a time: {_percent(single['warm']['share'])} succeed from warm starts, "
+            f"{_percent(single['cold']['share'])} from cold ones",
+            config["problems"],
+            "new",
+            "with a cold start the target is missed by the inner error, with a warm one the inner error vanishes",
+        ),
+    )
 
 
 def field(result: dict[str, Any], statement: str) -> Any:
@@ -44,7 +121,7 @@ def field(result: dict[str, Any], statement: str) -> Any:
     arrow = {"marker": r"$\rightarrow$", "markersize": 13, "linestyle": ""}
     handles = [
         Line2D([], [], color="black", linewidth=2.2, label="argmin-line E(e)"),
-        Line2D([], [], color=GREY, label="level sets of the score"),
+        Line2D([], [], color=PALE, label="level sets of the score"),
         Line2D([], [], color="white", marker="o", markeredgecolor="black", linestyle="", label="learning, exact"),
         Line2D([], [], color=GREEN, marker="s", markersize=4, label="learning, one inner step"),
         Line2D([], [], color=BLUE, label="towards the target's e", **arrow),
@@ -53,7 +130,7 @@ def field(result: dict[str, Any], statement: str) -> Any:
     with rc_context(STYLE):
         fig = Figure(figsize=(WIDTH, 5.6))
         ax = fig.subplots()
-        ax.contour(e, u, r**2, levels=[0.01, 0.1, 0.4, 1.0, 2.0], colors=GREY, linewidths=0.8)
+        ax.contour(e, u, r**2, levels=[0.01, 0.1, 0.4, 1.0, 2.0], colors=PALE, linewidths=0.8)
         for code, colour, label in ((PAST, YELLOW, "why: u is past the target"), (MIXED, PURPLE, "why: ∂F/∂e changed sign")):
             if (causes == code).any():
                 where = (largest * centres, math.pi * centres, causes == code)
@@ -90,13 +167,13 @@ def errors(result: dict[str, Any]) -> Any:
     for label, style, colour, name in (
         ("error of dE/de, argmin", "o-", BLUE, "derivative_error_argmin"),
         ("error of dE/de, root", "^-", GREEN, "derivative_error_root"),
-        ("inner error as reported", "s-", "#555555", "reported"),
+        ("inner error as reported", "s-", DARK, "reported"),
     ):
         series.append((label, style, colour, [(row["inner_error"], row["over_inner_error"][name]) for row in rows]))
     with rc_context(STYLE):
         fig = Figure(figsize=(WIDTH, 4.4))
         ax = fig.subplots()
-        ax.axhline(1, color=GREY, linewidth=1, zorder=0)
+        ax.axhline(1, color=PALE, linewidth=1, zorder=0)
         for label, style, colour, points in series:
             x, y = zip(*sorted(point for point in points if point[1] is not None), strict=True)
             ax.semilogx(x, y, style, color=colour, markersize=6, fillstyle="none", label=label)
@@ -175,8 +252,7 @@ def inexact_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     return table
 
 
-def answer(result: dict[str, Any]) -> str:
-    """How exact the inner solution must be, in two sentences."""
+def _answer(result: dict[str, Any]) -> str:
     factors, reached = result["factors"], result["config"]["reached"]
     single = next(row for row in result["inner_steps"] if row["inner_steps"] == 1)
     return (
@@ -200,23 +276,21 @@ def sensitivity(result: dict[str, Any]) -> str:
     )
 
 
-def write(result: dict[str, Any], docs: Path) -> None:
+def write(records: list[Record], docs: Path) -> None:
     """docs/kepler.md and its figures."""
-    from matplotlib import rc_context
-
-    with rc_context(STYLE):
-        for name, fig in figures(result).items():
-            fig.savefig(docs / f"kepler-{name}.svg", metadata={"Date": None})
-    (docs / "kepler.md").write_text(text(result))
+    page.save(figures(records), docs, "kepler")
+    (docs / "kepler.md").write_text(text(records))
 
 
-def text(result: dict[str, Any]) -> str:
+def text(records: list[Record]) -> str:
     """docs/kepler.md."""
+    result = page.only_run(records)
     config, argmin, single = result["config"], result["field"]["argmin"], result["one_inner_step"]
     failed, met = single["argmin"]["failed"], single["argmin"]["failed_and_met"]
+    problems = config["problems"]
     return f"""# Kepler's equation
 
-Written by `python -m experiments.kepler` from `experiments/results/kepler.json`: {machine(result)}.
+{page.origin("kepler", records)}
 
 Kepler's equation M = E - e sin E gives E only implicitly. As a layer it is E(e) = argmin_u (u - e sin u - M)², and e is learned
 so that E(e) meets a target. (½ (...)² would have the same gradients.)
@@ -264,13 +338,13 @@ that inexact points lead to the target, if not at once: the inner solver moves u
 
 ## How exact must the inner solution be?
 
-The paper leaves this open. Here: {config["runs"]} random problems, M in {_interval(config["M_range"])}, the e of the target and
+The paper leaves this open. Here: {problems} random problems, M in {_interval(config["M_range"])}, the e of the target and
 the first e in {_interval(config["e_range"])}, {config["outer_steps"]} steps of gradient descent in e with step size
 {config["learning_rate"]}, the inner solver started from u = M each time (cold) or from its last u (warm). With exact inner
 solutions {_percent(result["reference"]["share"])} of the runs come within {config["reached"]:g} of the target, after
 {result["reference"]["steps"]} steps (median).
 
-**{answer(result)}**
+**{_answer(result)}**
 
 {sensitivity(result)}
 
@@ -288,7 +362,7 @@ at the first e. Reached, steps, error: of learning, judged by the exact E. Media
   which is the margin that it keeps.
 - A warm start that stops at a tolerance is no better than a cold one: it stops at the edge of the tolerance, where a cold start
   arrives with a last step that leads further. A fixed number of steps has no edge.
-- With one inner step at a time from a warm start, {failed} of {config["runs"]} runs did not arrive when differentiated as an
+- With one inner step at a time from a warm start, {failed} of {problems} runs did not arrive when differentiated as an
   argmin; {met} of these met negative curvature on the way, where the gradient is huge or of the wrong sign. Differentiated as
   a root, {single["root"]["failed"]} did not arrive.
 

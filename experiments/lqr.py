@@ -3,14 +3,14 @@
 The paper's appendix. The expert applies u = -K x with K = (R + BᵀSB)⁻¹ BᵀSA, S the solution of the discrete Riccati equation of
 the true A; the learner has  instead, and descends on ‖u - û‖² through the Riccati equation. The gradient comes from the layer
 with three linear solvers, and from a formula written out here, an oracle that shares no code with the layer.
-`python -m experiments.lqr` writes the results and docs/lqr.md.
+All systems and initialisations are trained together as one batch: one run is the whole experiment.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from scipy.linalg import solve_discrete_are
 from torch import Tensor
 
 import torchdil as dil
-from experiments.publish import publish
 from experiments.systems import mass_spring_damper
 
 Gain = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -40,6 +39,7 @@ class Config:
         ahead: controls that the learner predicts from a start on it.
         every: iterations between two points of a curve.
         systems: random Â for each c, on which the Riccati solver is tried.
+        runs: one is the whole experiment.
     """
 
     dampings: tuple[float, ...] = (1.0, 0.1, -0.6)
@@ -52,6 +52,7 @@ class Config:
     ahead: int = 6
     every: int = 10
     systems: int = 300
+    runs: int = 1
 
     @staticmethod
     def preset(name: str) -> Config:
@@ -200,8 +201,6 @@ def curves(config: Config, target: Expert, learning: Learning) -> dict[str, Tens
 def run(config: Config, seed: int) -> dict[str, Any]:
     """The curves of all methods, how far they are apart, and how often the Riccati solver failed."""
     return {
-        "seed": seed,
-        "config": asdict(config),
         "kept": list(range(0, config.iterations + 1, config.every)),
         "groups": [group for setting in config.settings for group in _groups(config, *setting, seed)],
         "systems": _systems(config, seed),
@@ -305,13 +304,3 @@ def _rounded(values: Tensor) -> Any:
 def _uniform(generator: torch.Generator, *shape: int) -> Tensor:
     """In [-1, 1]."""
     return 2 * torch.rand(*shape, generator=generator, dtype=torch.float64) - 1
-
-
-def main() -> None:
-    from experiments import lqr_page
-
-    publish("lqr", lambda options: run(Config.preset(options.preset), options.seed), lqr_page)
-
-
-if __name__ == "__main__":
-    main()

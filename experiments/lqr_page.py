@@ -7,27 +7,75 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import machine, markdown
+from benchmarks.tables import markdown
+from experiments import page
 from experiments.lqr import LOSSES, NUDGED, REFERENCE
+from experiments.page import BLUE, DARK, GREEN, ORANGE, PALE, PURPLE, RED, SKY, STYLE, WIDTH
+from experiments.runner import Record
 
-# Okabe and Ito's colours, which the colour-blind tell apart; the markers and lines differ too.
-SYSTEMS = (("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", ":"))
+SYSTEMS = ((BLUE, "-"), (RED, "--"), (GREEN, ":"))
 METHODS = {
-    "cg": ("IFT-CG", "s", "#CC79A7"),
-    "naive": ("IFT-naive", "^", "#E69F00"),
-    "stein": ("IFT-Stein", "o", "#56B4E9"),
+    "cg": ("IFT-CG", "s", PURPLE),
+    "naive": ("IFT-naive", "^", ORANGE),
+    "stein": ("IFT-Stein", "o", SKY),
 }
 NAMES = {REFERENCE: "analytic", **{name: look[0] for name, look in METHODS.items()}, NUDGED: "analytic, Â moved by a rounding"}
 TITLES = {"model": "Model loss ‖A - Â‖", "imitation": "Imitation loss ‖u - û‖², whole trajectory"}
-STYLE = {"font.size": 11, "axes.titlesize": 12, "legend.fontsize": 9.5, "legend.frameon": False, "svg.hashsalt": "torchdil"}
-WIDTH = 4.6  # inches: narrow enough that the letters stay readable on a phone
 AGREED = 1e-8  # curves that are no further apart, relatively, are the same
 CONVERGED = 1e-12  # an imitation loss that small is that of the solution
+# Of verdicts: curves show the same learning if they are no further apart; a loss is low if it is below this share of its first.
+SAME, LOW = 1e-6, {"imitation": 0.01, "model": 0.25}
 PAPER = (1, False)
 
 
-def figures(result: dict[str, Any]) -> dict[str, Any]:
+def answer(records: list[Record]) -> str:
+    """Whether the methods agree and what is learned, in a few sentences."""
+    return _answer(page.only_run(records))
+
+
+def section(records: list[Record]) -> page.Section:
+    """The regulator on the page of all experiments."""
+    result = page.only_run(records)
+    body = (
+        page.paragraph(
+            "The paper's appendix: the dynamics of a mass-spring-damper are learned from an expert's controls alone, "
+            "through the Riccati equation of the optimal regulator."
+        )
+        + page.paragraph(_answer(result))
+        + page.gallery([figure(result, loss, PAPER) for loss in TITLES])
+        + page.table(rows(result))
+    )
+    return page.Section("Imitating a regulator", body)
+
+
+def verdicts(records: list[Record]) -> tuple[page.Verdict, ...]:
+    """What the paper says of the figure in its appendix, claim by claim."""
+    result = page.only_run(records)
+    groups = _groups(result, PAPER)
+    ruler = max(_furthest(group, NUDGED) for group in groups)
+    found = []
+    for name, (label, _, _) in METHODS.items():
+        apart = [run for group in groups for run in _by_run(group, name)]
+        agreed = f"to {AGREED:g} in {sum(run < AGREED for run in apart)} runs; a rounding of the start alone makes {ruler:.0e}"
+        known = name != "stein"
+        verdict = "new" if not known else "reproduced" if max(apart) < SAME else "not reproduced"
+        what = f"Appendix, regulator: {label} learns as the analytic gradient does"
+        ours = f"curves agree to {max(apart):.0e}"
+        found.append(page.Verdict(what, "the same" if known else "-", ours, len(apart), verdict, agreed))
+    for loss, words in (("imitation", "a low value"), ("model", "declines")):
+        runs = [run for group in groups for run in group["methods"][REFERENCE]["curves"][loss]]
+        shares = [run[-1] / run[0] for run in runs]
+        low = sum(share < LOW[loss] for share in shares)
+        ours = f"to {statistics.fmean(run[-1] for run in runs):.1e} from {statistics.fmean(run[0] for run in runs):.1e}"
+        verdict = "reproduced" if low == len(runs) else "not reproduced"
+        why = f"below {LOW[loss]:g} of the first in {low} of {len(runs)} runs"
+        found.append(page.Verdict(f"Appendix, regulator: {loss} loss in the end", words, ours, len(runs), verdict, why))
+    return tuple(found)
+
+
+def figures(records: list[Record]) -> dict[str, Any]:
     """All figures by name."""
+    result = page.only_run(records)
     return {name: figure(result, loss, setting) for name, (loss, setting) in _drawn(result).items()}
 
 
@@ -52,12 +100,12 @@ def figure(result: dict[str, Any], loss: str, setting: tuple[int, bool]) -> Any:
                 own = zip(*group["methods"][name]["curves"][loss], strict=True)
                 points = list(zip(kept, map(statistics.fmean, own), strict=True))[(shift + 1) * gap :: 3 * gap]
                 axes[0].plot(*zip(*points, strict=True), marker, color=colour, markersize=5, fillstyle="none")
-        looks = [*METHODS.items(), (NUDGED, (NAMES[NUDGED], "", "#555555"))]
+        looks = [*METHODS.items(), (NUDGED, (NAMES[NUDGED], "", DARK))]
         for name, (label, marker, colour) in looks:
             worst = [max(values) for values in zip(*(g["methods"][name]["apart"][loss] for g in groups), strict=True)]
             style = {"linestyle": "-" if marker else ":", "marker": marker, "markevery": max(1, len(worst) // 8)}
             axes[1].plot(kept[1:], worst, color=colour, fillstyle="none", markersize=6, label=label, **style)
-        axes[1].axhline(AGREED, color="#B0B0B0", linewidth=1, zorder=0)
+        axes[1].axhline(AGREED, color=PALE, linewidth=1, zorder=0)
         axes[0].set(yscale="log", ylabel="loss", title=TITLES[loss])
         axes[1].set(yscale="log", ylim=(1e-17, 10), xlabel="iterations", ylabel="relative difference")
         axes[1].set_yticks([10.0**power for power in range(-16, 1, 4)])
@@ -129,8 +177,7 @@ def system_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def answer(result: dict[str, Any]) -> str:
-    """Whether the methods agree and what is learned, in a few sentences."""
+def _answer(result: dict[str, Any]) -> str:
     groups, config = _groups(result, PAPER), result["config"]
     same = _by_method(max(group["methods"][name]["same_point"]["derivative"] for group in result["groups"]) for name in METHODS)
     apart = _by_method(max(_furthest(group, name) for group in groups) for name in METHODS)
@@ -151,18 +198,15 @@ def answer(result: dict[str, Any]) -> str:
     )
 
 
-def write(result: dict[str, Any], docs: Path) -> None:
+def write(records: list[Record], docs: Path) -> None:
     """docs/lqr.md and its figures."""
-    from matplotlib import rc_context
-
-    with rc_context(STYLE):
-        for name, fig in figures(result).items():
-            fig.savefig(docs / f"lqr-{name}.svg", metadata={"Date": None})
-    (docs / "lqr.md").write_text(text(result))
+    page.save(figures(records), docs, "lqr")
+    (docs / "lqr.md").write_text(text(records))
 
 
-def text(result: dict[str, Any]) -> str:
+def text(records: list[Record]) -> str:
     """docs/lqr.md."""
+    result = page.only_run(records)
     config = result["config"]
     more = [
         f"{_name(*setting)}:\n\n![{TITLES[loss]}, {_name(*setting)}](lqr-{name}.svg)"
@@ -172,7 +216,7 @@ def text(result: dict[str, Any]) -> str:
     shown = "\n\n".join(more)
     return f"""# Imitating a regulator
 
-Written by `python -m experiments.lqr` from `experiments/results/lqr.json`: {machine(result)}.
+{page.origin("lqr", records)}
 
 The paper's appendix: the dynamics A of a mass-spring-damper are learned from the controls of an expert alone. The expert
 applies u = -K x, the gain K being that of the optimal regulator for A, B, Q and R; the learner knows B, Q and R, has  in place
@@ -210,7 +254,7 @@ assert loss < 0.1
 
 ## Do the gradients agree?
 
-**{answer(result)}**
+**{_answer(result)}**
 
 - *Setting*: m = k = 1, c = {", ".join(f"{c:g}" for c in config["dampings"])}; A is used as the matrix of a discrete system, as
   in the paper; Q = I, R = 2, x0 = (0, 3), float64. The expert's trajectory has {config["length"]} steps. Each step of Adam

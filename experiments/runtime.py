@@ -4,17 +4,15 @@ dy/dt = f(y), f a random network with two hidden layers of 30, over T steps of h
 Backward Euler with each of its gradients stands beside DOPRI5 with the adjoint and Forward Euler, as the state and the
 stiffness h max|λ| grow, λ the eigenvalues of ∂f/∂y along the way. Equal acceptance: a step of Backward Euler must pass, with
 its residual y_n - y_{n-1} - h f(y_n), the test that DOPRI5 makes of its error, at the same rtol and atol.
-`python -m experiments.runtime` writes the results and docs/runtime.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,6 @@ import torchdiffeq
 from torch import Tensor, nn
 
 import torchdil as dil
-from experiments.publish import publish
 
 HIDDEN = 30
 SLOW = 0.3  # seconds
@@ -49,6 +46,7 @@ class Config:
         repeats: how often each time is taken, after a call to warm up; if that took long (`SLOW`), it is the one that counts.
         seconds: a call that takes longer, forward or backward, has failed.
         device: where.
+        runs: one is the whole experiment.
     """
 
     initialisations: int = 3
@@ -62,6 +60,7 @@ class Config:
     repeats: int = 2
     seconds: float = 1.0
     device: str = "cpu"
+    runs: int = 1
 
     @staticmethod
     def preset(name: str) -> Config:
@@ -172,7 +171,7 @@ def run(config: Config, seed: int) -> dict[str, Any]:
                 _warm_up(config, f, seeds[0])
                 measured[variant] = _collect([_initialisation(config, f, s) for s in seeds])
             groups.append({"family": family, "state": variant[0], "scale": variant[1]} | measured[variant])
-    return {"seed": seed, "config": asdict(config), "groups": groups}
+    return {"groups": groups}
 
 
 def _warm_up(config: Config, f: Dynamics, seed: int) -> None:
@@ -312,26 +311,10 @@ def _collect(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _now(config: Config) -> float:
-    if config.device == "cuda":
+    if config.device.startswith("cuda"):
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def _digits(number: float | None) -> float | None:
     return None if number is None else float(f"{number:.3g}")
-
-
-def main() -> None:
-    from experiments import runtime_page
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-
-    def experiment(options: argparse.Namespace) -> dict[str, Any]:
-        return run(replace(Config.preset(options.preset), device=options.device), options.seed)
-
-    publish("runtime", experiment, runtime_page, parser)
-
-
-if __name__ == "__main__":
-    main()

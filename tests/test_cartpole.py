@@ -1,16 +1,16 @@
 """Cart-pole: the system against its Lagrangian, the planning gradient against finite differences, and the experiment."""
 
 import io
-import json
 import math
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import torchdil as dil
-from experiments import cartpole, cartpole_learning, cartpole_page, page, systems
+from experiments import cartpole, cartpole_figures, cartpole_learning, cartpole_page, page, runner, systems
 
 # Relative, of accelerations: both sides are exact but for rounding.
 ROUNDING = 1e-12
@@ -22,15 +22,30 @@ SECONDS = 8
 LARGEST_GIF = 1_500_000
 SMALLEST_LETTERS = 9
 
+DOCS = Path(__file__).parent.parent / "docs"
 SMOKE = cartpole.Config.preset("smoke")
 
 
 @pytest.fixture(scope="module")
-def smoke():
+def records():
     began = time.process_time()
-    result = cartpole.run(SMOKE, seed=0)
+    found = runner.execute(runner.Task("cartpole", SMOKE, (0,)))
     assert time.process_time() - began < SECONDS
-    return json.loads(json.dumps(result))
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_variants(records):
+    """As from two integrators and two seeds; only the very first run has trajectories, and RK4 only the largest budget."""
+    (first,) = records
+    bare = [
+        {key: value for key, value in row.items() if key not in ("trajectories", "data")} for row in first["metrics"]["rows"]
+    ]
+    second = [row | {"mean": [2 * cost for cost in row["mean"]]} for row in bare]
+    twice = [first, first | {"seed": 1, "metrics": {"rows": second}}]
+    rows = [row for row in bare if _largest(row)]
+    others = [record | {"config": record["config"] | {"integrator": "rk4"}, "metrics": {"rows": rows}} for record in twice]
+    return twice + others
 
 
 @pytest.fixture
@@ -218,8 +233,17 @@ def test_model_is_learned(generator):
     assert training.model.error(states, u, after).item() < 0.05 * before
 
 
-def test_smoke_run_has_every_method_and_is_finite(smoke):
-    (rows,) = smoke["settings"].values()
+def test_variants_have_their_own_runs_and_fewer_budgets():
+    found = cartpole.variants(cartpole.Config.preset("paper"))
+    chosen = {(config.integrator, config.reading): config.runs for config in found}
+    assert chosen == {("euler", "change"): 10, ("rk4", "change"): 10, ("euler", "literal"): 10, ("euler", "next state"): 2}
+    numbers = [len(cartpole.trainings(config)) for config in found]
+    assert numbers == [7, 3, 2, 2]  # polished in training where the model is good enough for it
+    assert cartpole.variants(SMOKE) == [SMOKE]
+
+
+def test_smoke_run_has_every_method_and_is_finite(records):
+    rows = records[0]["metrics"]["rows"]
     methods = [(row["method"], row["budget"]) for row in rows]
     learned = [(method, budget) for method in cartpole_learning.METHODS for budget in SMOKE.budgets]
     last = [(method, SMOKE.budgets[-1]) for method in (cartpole_learning.EXACT, *cartpole_learning.POLISHED.values())]
@@ -252,30 +276,80 @@ def test_stationarity_is_that_of_the_plans_and_polish_brings_it():
     assert polished["negative"] < found["negative"]
 
 
-def test_runs_are_the_same_again_and_differ_by_seed(smoke):
-    again = json.loads(json.dumps(cartpole.run(SMOKE, seed=0)))
-    assert again == smoke
-    one = replace(SMOKE, budgets=(10,), target_steps=1)
-    first, second = (cartpole.expert_part(one, "euler", seed)[1][0]["mean"] for seed in (1, 2))
-    assert first != second
+def test_runs_are_the_same_again_and_differ_by_seed(records):
+    (again,) = runner.execute(runner.Task("cartpole", SMOKE, (0,)))
+    assert again["metrics"] == records[0]["metrics"]
+    one = replace(SMOKE, budgets=(10,), target_steps=1, states=1, steps=2, trajectories=2)
+    first, second = (cartpole.run(one, seed)["rows"] for seed in (0, 1))
+    assert [row["method"] for row in first] == [row["method"] for row in second]
+    assert all(a["mean"] != b["mean"] for a, b in zip(first, second, strict=True))
+    assert "data" in first[0] and not any(key in row for row in second for key in ("data", "trajectories"))
 
 
-def test_page_is_written_from_the_results(smoke, tmp_path):
+def test_runs_are_collected_by_variant(two_variants):
+    found = cartpole_figures.collected(two_variants[::-1])
+    assert set(found["settings"]) == {"rk4, change", "euler, change"}
+    for row, alone in zip(found["settings"]["euler, change"], two_variants[0]["metrics"]["rows"], strict=True):
+        assert row["mean"] == [alone["mean"], [2 * cost for cost in alone["mean"]]]
+        assert ("trajectories" in row) == (row["method"] in cartpole.SHOWN and _largest(row))
+    for row in found["settings"]["rk4, change"]:
+        assert len(row["mean"]) == 2 and _largest(row) and "trajectories" not in row
+
+
+def _largest(row):
+    return row["budget"] in (None, SMOKE.budgets[-1])
+
+
+def test_cells_of_the_table_are_judged_by_their_means():
+    def verdict(*means):
+        row = {"mean": [[mean] for mean in means], "median": [[1.0]] * len(means), "success": [[0.5]] * len(means)}
+        return cartpole_page._cell("", row, 0, "10.0 ± 0.5")
+
+    assert [verdict(mean).verdict for mean in (8.9, 9.1, 10.9, 11.1)] == [
+        "better",
+        "reproduced",
+        "reproduced",
+        "not reproduced",
+    ]
+    run_away = verdict(9.0, 10.0, 110.0)
+    assert (run_away.ours, run_away.runs, run_away.verdict) == ("43.0 ± 33.5", 3, "not reproduced")
+    assert "the median run costs 10.0, the median state 1.0" in run_away.why
+    ours, theirs = {"mean": [[1.0], [3.0]]}, {"mean": [[2.0], [2.5]]}
+    assert cartpole_page._below("", ours, theirs, 0)[2:] == ("2.0 and 2.2", 2, "reproduced", "in 1 of 2 runs")
+    assert cartpole_page._below("", theirs, ours, 0).verdict == "not reproduced"
+
+
+def test_section_is_made_of_whatever_runs_there_are(two_variants):
     pytest.importorskip("matplotlib")
-    cartpole_page.write(smoke | {"machine": {"torchdil": "0", "torch": "2", "cpu": "one", "threads": 1, "seed": 0}}, tmp_path)
+    for some, pictures, tables in ((two_variants, 3, 2), (two_variants[3:], 0, 1)):
+        section = cartpole_page.section(some)
+        assert (section.body.count("<figure>"), section.body.count("<table>")) == (pictures, tables)
+        assert "<script" not in section.body and 'src="http' not in section.body
+        assert len(cartpole_page.verdicts(some)) == 6 + 4 * tables
+
+
+def test_page_is_written_from_the_records(records, tmp_path):
+    pytest.importorskip("matplotlib")
+    cartpole_page.write(records, tmp_path)
     text = (tmp_path / "cartpole.md").read_text()
-    for row in cartpole_page.rows(smoke, "euler, change"):
+    for row in cartpole_page.rows(cartpole_figures.collected(records), "euler, change"):
         assert row["variance 0.08"] in text
     assert 1000 < (tmp_path / "cartpole.gif").stat().st_size < LARGEST_GIF
     assert {path.name for path in tmp_path.glob("*.svg")} == {"cartpole-trajectories.svg", "cartpole-budget-euler.svg"}
     assert all(name in text for name in ("cartpole.gif", "cartpole-trajectories.svg", "cartpole-budget-euler.svg"))
 
 
-def test_letters_of_the_figures_are_readable(smoke):
+def test_page_is_that_of_the_results():
+    pytest.importorskip("matplotlib")
+    committed = runner.finished(runner.selected("cartpole", runner.Options("paper", runner.COMMITTED)))
+    assert cartpole_page.text(committed) == (DOCS / "cartpole.md").read_text()
+
+
+def test_letters_of_the_figures_are_readable(records):
     pytest.importorskip("matplotlib")
     from matplotlib.text import Text
 
-    for fig in cartpole_page.figures(smoke).values():
+    for fig in cartpole_page.figures(records).values():
         fig.savefig(io.BytesIO())
         sizes = [text.get_fontsize() for text in fig.findobj(Text) if text.get_text().strip()]
         assert min(sizes) >= SMALLEST_LETTERS
@@ -284,14 +358,6 @@ def test_letters_of_the_figures_are_readable(smoke):
 
 def test_standard_error_is_that_of_the_runs():
     row = {"mean": [[1.0, 5.0], [2.0, 5.0], [6.0, 5.0]]}
-    mean, error = cartpole_page.spread(row, 0)
+    mean, error = cartpole_figures.spread(row, 0)
     assert (mean, error) == (3.0, pytest.approx(math.sqrt(7) / math.sqrt(3)))
-    assert cartpole_page.spread(row, 1) == (5.0, 0.0)
-
-
-def test_what_is_done_is_taken_from_the_store(tmp_path):
-    first = cartpole.run(SMOKE, seed=0, store=tmp_path)
-    kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    again = cartpole.run(SMOKE, seed=0, store=tmp_path)
-    assert len(kept) > 3 and {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == kept
-    assert json.dumps(again) == json.dumps(first)
+    assert cartpole_figures.spread(row, 1) == (5.0, 0.0)

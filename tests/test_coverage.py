@@ -1,9 +1,7 @@
 """The estimated errors: what they are made of, how often they are true, and the page against its results."""
 
 import io
-import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,7 @@ import torch
 
 import torchdil as dil
 from benchmarks.scale import energies
-from experiments import coverage, coverage_page
-from experiments.publish import results_of
+from experiments import coverage, coverage_page, page, runner
 from torchdil.operator import Operator
 
 # Of the committed results: the aim. Of the smoke run, which is a sixth of their size and has smaller problems, a little less.
@@ -25,7 +22,8 @@ EXACT, ROUNDED = 1e-6, 0.1
 ROUNDING = 1e-9  # relative
 SMALLEST_LETTERS = 9  # points
 DOCS = Path(__file__).parent.parent / "docs"
-COMMITTED = json.loads(results_of("coverage").read_text())
+RECORDS = runner.selected("coverage", runner.Options("paper", runner.COMMITTED))
+COMMITTED = page.only_run(RECORDS)
 KRYLOV = [dil.CG(), dil.MINRES(), dil.GMRES(restart=60), dil.NormalCG()]
 LOWER_BOUNDS = [dil.MINRES, dil.GMRES, dil.NormalCG]
 
@@ -65,11 +63,16 @@ def summary(result, error, by="all", name="all", number="estimate"):
 
 
 @pytest.fixture(scope="module")
-def smoke():
+def records():
     began = time.process_time()
-    result = coverage.run(coverage.Config.preset("smoke"), seed=0)
+    found = runner.execute(runner.Task("coverage", coverage.Config.preset("smoke"), (0,)))
     assert time.process_time() - began < SECONDS
-    return result
+    return found
+
+
+@pytest.fixture(scope="module")
+def smoke(records):
+    return page.only_run(records)
 
 
 # --- how often they are true -------------------------------------------------------------------------------------------------
@@ -355,10 +358,8 @@ def test_a_tangent_tells_nothing_of_y_where_J_is_not_symmetric():
 
 
 def test_page_is_that_of_the_results():
-    assert coverage_page.text(COMMITTED) == (DOCS / "quality.md").read_text()
+    assert coverage_page.text(RECORDS) == (DOCS / "quality.md").read_text()
     assert COMMITTED["summary"] == coverage.summary(COMMITTED["rows"])
-    assert {"seed", "torchdil", "torch", "cpu", "threads"} <= COMMITTED["machine"].keys()
-    assert COMMITTED["config"] == json.loads(json.dumps(asdict(coverage.Config.preset("paper"))))
 
 
 def test_sentences_of_the_page_are_true():
@@ -371,9 +372,17 @@ def test_sentences_of_the_page_are_true():
     assert sum(row["adjoint_true"] is None for row in left if row["linear"] == "Dense") > 0.4 * 288
 
 
-def test_figure_has_letters_of_a_readable_size(smoke):
+def test_section_says_what_the_summary_does(records, smoke):
+    pytest.importorskip("matplotlib")
+    section = coverage_page.section(records)
+    assert section.body.count("<figure>") == section.body.count("<table>") == 1 and "<script" not in section.body
+    for verdict, error in zip(coverage_page.verdicts(records), ("value", "adjoint"), strict=True):
+        assert verdict.verdict == "new" and verdict.runs == summary(smoke, error)["samples"]
+
+
+def test_figure_has_letters_of_a_readable_size(records):
     matplotlib = pytest.importorskip("matplotlib")
-    fig = coverage_page.figure(smoke)
+    (fig,) = coverage_page.figures(records).values()
     fig.savefig(io.StringIO(), format="svg")
     sizes = [text.get_fontsize() for text in fig.findobj(matplotlib.text.Text) if text.get_text()]
     assert min(sizes) >= SMALLEST_LETTERS and fig.get_figwidth() <= 7.5

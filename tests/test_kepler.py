@@ -1,10 +1,8 @@
 """Kepler's equation: the layer against closed forms and SciPy, learning, and the page against its results."""
 
 import io
-import json
 import math
 import time
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,8 +11,7 @@ import scipy.optimize
 import torch
 
 import torchdil as dil
-from experiments import kepler, kepler_page, page
-from experiments.publish import results_of
+from experiments import kepler, kepler_page, page, runner
 
 # Relative, of a derivative: exact but for rounding, amplified by 1 / (1 - e cos u)² <= 400.
 CLOSED_FORM = 1e-10
@@ -25,15 +22,21 @@ SMALLEST_LETTERS = 9
 SECONDS = 10
 
 DOCS = Path(__file__).parent.parent / "docs"
-COMMITTED = json.loads(results_of("kepler").read_text())
+RECORDS = runner.selected("kepler", runner.Options("paper", runner.COMMITTED))
+COMMITTED = page.only_run(RECORDS)
 
 
 @pytest.fixture(scope="module")
-def smoke():
+def records():
     began = time.process_time()
-    result = kepler.run(kepler.Config.preset("smoke"), seed=0)
+    found = runner.execute(runner.Task("kepler", kepler.Config.preset("smoke"), (0,)))
     assert time.process_time() - began < SECONDS
-    return result
+    return found
+
+
+@pytest.fixture(scope="module")
+def smoke(records):
+    return page.only_run(records)
 
 
 @pytest.fixture
@@ -109,26 +112,37 @@ def test_warm_start_needs_one_inner_step_only(smoke):
     assert row["warm"]["final_error"] < 1e-3 < row["inner_error"]
 
 
-def test_figures_have_letters_of_a_readable_size(smoke):
+def test_figures_have_letters_of_a_readable_size(records):
     matplotlib = pytest.importorskip("matplotlib")
-    for fig in kepler_page.figures(smoke).values():
+    for fig in kepler_page.figures(records).values():
         fig.savefig(io.StringIO(), format="svg")
         sizes = [text.get_fontsize() for text in fig.findobj(matplotlib.text.Text) if text.get_text()]
-        assert fig.get_figwidth() == kepler_page.WIDTH and min(sizes) >= SMALLEST_LETTERS
+        assert fig.get_figwidth() == page.WIDTH and min(sizes) >= SMALLEST_LETTERS
 
 
-def test_section_is_self_contained(smoke):
+def test_section_is_self_contained(records):
     pytest.importorskip("matplotlib")
-    tables = page.table(kepler_page.field_rows(smoke)) + page.table(kepler_page.inexact_rows(smoke))
-    text = page.gallery([kepler_page.errors(smoke), kepler_page.success(smoke)]) + tables
-    assert text.count("<figure>") == 2 and text.count("<table>") == 2
-    assert "<script" not in text and 'src="http' not in text
+    section = kepler_page.section(records)
+    assert section.body.count("<figure>") == 4 and section.body.count("<table>") == 2
+    assert "<script" not in section.body and 'src="http' not in section.body
+    assert {verdict.verdict for verdict in kepler_page.verdicts(records)} <= set(page.VERDICTS)
 
 
 def test_page_is_that_of_the_results():
-    assert kepler_page.text(COMMITTED) == (DOCS / "kepler.md").read_text()
-    assert {"seed", "torchdil", "torch", "cpu", "threads"} <= COMMITTED["machine"].keys()
-    assert COMMITTED["config"] == json.loads(json.dumps(asdict(kepler.Config.preset("paper"))))
+    assert kepler_page.text(RECORDS) == (DOCS / "kepler.md").read_text()
+
+
+def test_verdicts_follow_from_the_numbers(records):
+    def judged(**changes):
+        field = records[0]["metrics"]["field"]
+        changed = field | {"argmin": field["argmin"] | changes}
+        return [v.verdict for v in kepler_page.verdicts([records[0] | {"metrics": records[0]["metrics"] | {"field": changed}}])]
+
+    everywhere = {"right_on_the_line": 1.0, "right_by_distance": [1.0] * 4, "right": 1.0}
+    assert judged(**everywhere) == ["reproduced"] * 4 + ["new"]
+    assert judged(**everywhere | {"right": 0.5}) == ["reproduced"] * 3 + ["not reproduced", "new"]
+    assert judged(**everywhere | {"right_on_the_line": 0.99})[1] == "not reproduced"
+    assert judged(**everywhere | {"right_by_distance": [0.8] * 4})[2] == "not reproduced"
 
 
 def test_sentences_of_the_page_are_true():

@@ -3,7 +3,7 @@ and the pages of the experiment and of the benchmark against their results."""
 
 import json
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from benchmarks import control, tables
-from experiments import lqr, lqr_page, page
-from experiments.publish import results_of
+from experiments import lqr, lqr_page, page, runner
 
 # Relative: two ways to the same number in float64, after a few steps of Adam.
 ROUNDING = 1e-12
@@ -26,15 +25,21 @@ SECONDS = 5
 
 ROOT = Path(__file__).parent.parent
 CONFIG = lqr.Config.preset("smoke")
-COMMITTED = json.loads(results_of("lqr").read_text())
+RECORDS = runner.selected("lqr", runner.Options("paper", runner.COMMITTED))
+COMMITTED = page.only_run(RECORDS)
 
 
 @pytest.fixture(scope="module")
-def smoke():
+def records():
     began = time.process_time()
-    result = lqr.run(CONFIG, seed=0)
+    found = runner.execute(runner.Task("lqr", CONFIG, (0,)))
     assert time.process_time() - began < SECONDS
-    return json.loads(json.dumps(result))
+    return found
+
+
+@pytest.fixture(scope="module")
+def smoke(records):
+    return page.only_run(records)
 
 
 def systems(samples=3, n=3, m=2):
@@ -149,29 +154,35 @@ def test_riccati_solver_does_not_fail_on_random_systems(smoke):
         assert row["failed"] == 0 and row["largest_error"] < SOLVED and row["largest_radius"] < 1
 
 
-def test_figures_have_readable_letters_and_are_self_contained(smoke):
+def test_figures_have_readable_letters_and_the_section_is_self_contained(records):
     matplotlib = pytest.importorskip("matplotlib")
-    figures = list(lqr_page.figures(smoke).values())
-    text = page.gallery(figures) + page.table(lqr_page.rows(smoke))
-    assert text.count("<figure>") == len(figures) == 3 and text.count("<table>") == 1
+    figures, text = list(lqr_page.figures(records).values()), lqr_page.section(records).body
+    assert text.count("<figure>") == 2 and len(figures) == 3 and text.count("<table>") == 1
     assert "<script" not in text and 'src="http' not in text
     for fig in figures:
         sizes = [text.get_fontsize() for text in fig.findobj(matplotlib.text.Text) if text.get_text()]
-        assert fig.get_figwidth() == lqr_page.WIDTH and min(sizes) >= SMALLEST_LETTERS
+        assert fig.get_figwidth() == page.WIDTH and min(sizes) >= SMALLEST_LETTERS
 
 
-def test_page_is_written_from_a_result(smoke, tmp_path):
+def test_verdicts_follow_from_the_curves(records):
+    # Twenty iterations: the gradients agree, and nothing is learned yet.
+    found = [(verdict.verdict, verdict.runs) for verdict in lqr_page.verdicts(records)]
+    runs = len(CONFIG.dampings) * CONFIG.initialisations
+    expected = ["reproduced", "reproduced", "new", "not reproduced", "not reproduced"]
+    assert found == [(verdict, runs) for verdict in expected]
+    assert [verdict.verdict for verdict in lqr_page.verdicts(RECORDS)] == ["reproduced"] * 2 + ["new"] + ["reproduced"] * 2
+
+
+def test_page_is_written_from_records(records, tmp_path):
     pytest.importorskip("matplotlib")
-    lqr_page.write(smoke | {"machine": COMMITTED["machine"]}, tmp_path)
+    lqr_page.write(records, tmp_path)
     written, text = {path.name for path in tmp_path.iterdir()}, (tmp_path / "lqr.md").read_text()
     assert written == {"lqr.md", "lqr-model.svg", "lqr-imitation.svg", "lqr-imitation-4-amsgrad.svg"}
-    assert all(f"]({name})" in text for name in written if name.endswith("svg")) and lqr_page.answer(smoke) in text
+    assert all(f"]({name})" in text for name in written if name.endswith("svg")) and lqr_page.answer(records) in text
 
 
 def test_page_is_that_of_the_results():
-    assert lqr_page.text(COMMITTED) == (ROOT / "docs" / "lqr.md").read_text()
-    assert {"seed", "torchdil", "torch", "cpu", "threads"} <= COMMITTED["machine"].keys()
-    assert COMMITTED["config"] == json.loads(json.dumps(asdict(lqr.Config.preset("paper"))))
+    assert lqr_page.text(RECORDS) == (ROOT / "docs" / "lqr.md").read_text()
 
 
 def test_committed_methods_agree_as_asked():

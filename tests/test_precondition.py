@@ -168,6 +168,40 @@ def test_flexible_cg_bears_a_changing_preconditioner():
     assert 2 * int(flexible.stats.steps.max()) <= int(plain.stats.steps.max())
 
 
+def test_inner_cg_slows_ordinary_cg_down_and_not_the_flexible():
+    """A few steps of CG are another preconditioner for each residual."""
+    A, b = spread(3, 60)[0], draw(14, 3, 60)
+    inner, operator = CG(rtol=0.0, max_steps=5), operator_of(A)
+
+    def solve(flexible):
+        solver = CG(rtol=1e-8, max_steps=200, flexible=flexible, preconditioner=lambda r: inner.solve(operator, r).value)
+        return solver.solve(operator_of(A), b)
+
+    plain, flexible = solve(False), solve(True)
+    assert (flexible.status == Status.converged).all() and (plain.status != Status.converged).all()
+    torch.testing.assert_close(flexible.value, torch.linalg.solve(A, b), rtol=1e-6, atol=1e-8)
+
+
+def test_flexible_cg_is_the_ordinary_with_a_fixed_preconditioner():
+    A, b = scaled(3, 60), draw(15, 3, 60)
+    inverse = 1 / torch.diagonal(A, dim1=1, dim2=2)
+    plain, flexible = (CG(rtol=1e-8, flexible=f, preconditioner=lambda r: inverse * r).solve(operator_of(A), b) for f in (0, 1))
+    assert torch.equal(plain.stats.steps, flexible.stats.steps) and plain.stats.products == flexible.stats.products
+    torch.testing.assert_close(plain.value, flexible.value, rtol=1e-7, atol=1e-12)
+
+
+def test_cg_preconditions_once_a_step():
+    """And not after the last one, where a dear preconditioner would be wasted."""
+    A, b = scaled(3, 60), draw(16, 3, 60)
+    inverse, calls = 1 / torch.diagonal(A, dim1=1, dim2=2), []
+
+    def counted(r):
+        calls.append(None)
+        return inverse * r
+
+    assert steps(CG(rtol=1e-8, preconditioner=counted), operator_of(A), b) == len(calls)
+
+
 def test_any_callable_serves():
     A, b = few_large(3, 30), draw(13, 3, 30)
     inverse = torch.linalg.inv(A)

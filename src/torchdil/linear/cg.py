@@ -65,7 +65,8 @@ class CG(LinearSolver):
         seen, along = torch.zeros_like(rz), torch.zeros_like(rz)  # ‖w‖² and wᵀp, w being the solution of J w = F so far
         progress = self.progress(initial, rhs)
         # Few operations on (B,) vectors: on an accelerator each is a launch. Done samples may divide by zero, and are masked.
-        while not progress.finished():
+        done = progress.finished()
+        while not done:
             q = system(p)
             pq = batch.dot(p, q)
             curvature = pq / p_norm2
@@ -81,8 +82,11 @@ class CG(LinearSolver):
             r_old = r.clone() if self.flexible else None
             r.addcmul_(alpha.unsqueeze(1), q, value=-1)
             del q
-            z = precondition(r)
-            rz_old, rz = rz, batch.dot(r, z)
+            rr = batch.dot(r, r)
+            progress.advance(rr.sqrt())
+            done = progress.finished()
+            z = r if done else precondition(r)  # which may be dear, and after the last step has no use
+            rz_old, rz = rz, rr if z is r else batch.dot(r, z)
             beta = torch.where(running, (rz if r_old is None else rz - batch.dot(z, r_old)) / rz_old, 0.0)
             if watched is not None:
                 part = torch.where(running, batch.dot(p, watched) / pq, 0.0)
@@ -92,7 +96,6 @@ class CG(LinearSolver):
             p_norm2 = rz + beta.square() * p_norm2
             alphas.append(alpha)
             betas.append(beta)
-            progress.advance(rz.clamp_min(0).sqrt() if z is r else batch.norm(r))
         # H is singular: near its null space a step divides by a rounding error. Where that led astray, no step is better.
         status, residual = progress.status(), progress.history[-1]
         stuck = (status == int(Status.breakdown)) | (status == int(Status.stagnated))

@@ -1,0 +1,377 @@
+"""Runs of experiments: seeds, processes, progress, result files, resuming, and the command line, in one place.
+
+An experiment is a module with a frozen `Config` (`Config.preset(name)`, a field `runs`) and `run(config, seed) -> dict`; it may
+have `variants(config)`, one configuration for each cell of its table, and `run_together(config, seeds)`, the runs of many seeds
+as one batch of models, at most `config.together` of them. A run is one line of `NAME.jsonl`:
+
+    {"experiment", "config", "seed", "versions", "device", "machine", "seconds", "metrics"}
+
+with "error" in place of "metrics" if it failed. Runs are independent: joblib spreads them over processes or a cluster. What is
+in the file is not computed again, so the same command goes on where it was cut short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import math
+import os
+import random
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import joblib
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.machine import machine
+
+Record = dict[str, Any]
+
+# In the order of the page.
+EXPERIMENTS = (
+    "kepler",
+    "table1",
+    "runtime",
+    "cartpole",
+    "lqr",
+    "best",
+    "inexact",
+    "preconditioning",
+    "scale",
+    "coverage",
+    "faults",
+)
+PRESETS = ("smoke", "quick", "paper")
+COMMITTED = Path(__file__).parent / "results"
+# Fields of a Config that change no run.
+NEUTRAL = ("runs", "data", "together")
+# A pool that lost a process is made anew this often: one run that is killed takes its neighbours with it.
+ATTEMPTS = 3
+
+
+class Skip(Exception):  # noqa: N818 (it is no error)
+    """What an experiment raises that cannot run here: one sentence, which the page shows in its place."""
+
+
+class Task(NamedTuple):
+    """Runs that go to one process together."""
+
+    name: str
+    config: Any
+    seeds: tuple[int, ...]
+
+
+class Options(NamedTuple):
+    """What to run, where, and where the results go.
+
+    Attributes:
+        preset: one of `PRESETS`.
+        results: the folder of the result files.
+        seeds: in place of 0 .. runs - 1.
+        device, data: replace these fields of the configurations that have them.
+        only: of the variants, those whose fields have these values, written as strings.
+        jobs: processes, one thread each.
+        backend, address: joblib's, such as "dask", and where its scheduler listens.
+        again: compute finished runs anew.
+    """
+
+    preset: str
+    results: Path
+    seeds: tuple[int, ...] | None = None
+    device: str | None = None
+    data: str | None = None
+    only: tuple[tuple[str, str], ...] = ()
+    jobs: int = 2
+    backend: str = "loky"
+    address: str | None = None
+    again: bool = False
+
+
+class Store:
+    """The runs of one experiment, a JSON line each; every change of the file is atomic."""
+
+    def __init__(self, results: Path, name: str):
+        self.path = results / f"{name}.jsonl"
+
+    def records(self) -> list[Record]:
+        """All that is there."""
+        if not self.path.exists():
+            return []
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+    def add(self, new: Sequence[Record]) -> None:
+        """Add these; a run that is there already is replaced."""
+        if not new:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._alone():
+            merged = {identity(record): record for record in self.records()}
+            merged |= {identity(record): record for record in new}
+            lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in merged.values())
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
+                file.write(lines)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, self.path)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Two commands may add to one file at a time; where there are no locks, one should not."""
+        try:
+            import fcntl
+        except ImportError:
+            yield
+            return
+        with open(self.path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def module(name: str) -> ModuleType:
+    """The experiment of this name; a module from elsewhere is named by its path."""
+    return importlib.import_module(f"experiments.{name}" if name in EXPERIMENTS else name)
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """A configuration as it is in a record: without the fields that change no run."""
+    return {key: value for key, value in _json(asdict(config)).items() if key not in NEUTRAL}
+
+
+def identity(record: Record) -> str:
+    """What tells runs apart."""
+    return json.dumps([record["config"], record["seed"]], sort_keys=True)
+
+
+def finished(records: Sequence[Record]) -> list[Record]:
+    """Those that did not fail."""
+    return [record for record in records if "metrics" in record]
+
+
+def planned(name: str, options: Options) -> list[tuple[Any, int]]:
+    """The configurations and seeds of all runs."""
+    experiment = module(name)
+    config = experiment.Config.preset(options.preset)
+    names = {field.name for field in fields(config)}
+    for field in ("device", "data"):
+        if getattr(options, field) is not None and field in names:
+            config = replace(config, **{field: getattr(options, field)})
+    configs = experiment.variants(config) if hasattr(experiment, "variants") else [config]
+    chosen = [one for one in configs if all(str(getattr(one, key, None)) == value for key, value in options.only)]
+    return [(one, seed) for one in chosen for seed in (options.seeds or range(one.runs))]
+
+
+def selected(name: str, options: Options) -> list[Record]:
+    """The records of the planned runs that are in the result file, in the order of the plan."""
+    there = {identity(record): record for record in Store(options.results, name).records()}
+    keys = (identity({"config": plain(config), "seed": seed}) for config, seed in planned(name, options))
+    return [there[key] for key in keys if key in there]
+
+
+def run(name: str, options: Options, console: Console | None = None) -> list[Record]:
+    """Compute the runs that are not there yet; the records of all planned runs, also of those that failed or cannot run."""
+    console = console or Console(stderr=True)
+    store = Store(options.results, name)
+    there = {} if options.again else {identity(record): record for record in finished(store.records())}
+    plan = planned(name, options)
+    missing = [(c, s) for c, s in plan if identity({"config": plain(c), "seed": s}) not in there]
+    skipped: list[Record] = []
+    columns = TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, TextColumn("{task.fields[last]}"), console=console) as progress:
+
+        def say(text: str) -> None:
+            progress.console.print(text, style="red", markup=False, highlight=False)
+
+        bar = progress.add_task(name, total=len(plan), completed=len(plan) - len(missing), last="")
+        for new in _results(tasks(name, missing), options, say):
+            store.add([record for record in new if "skipped" not in record])
+            for record in new:
+                if "error" in record:
+                    say(f"{name}, {label(record)}: {record['error'].splitlines()[-1]}")
+                elif "skipped" in record:
+                    if record["skipped"] not in [one["skipped"] for one in skipped]:
+                        say(f"{name}: {record['skipped']}")
+                    skipped.append(record)
+            progress.update(bar, advance=len(new), last=label(new[-1]))
+    return selected(name, options) + skipped
+
+
+def tasks(name: str, missing: Sequence[tuple[Any, int]]) -> list[Task]:
+    """Runs in the portions in which they are computed."""
+    together = hasattr(module(name), "run_together")
+    found = []
+    for config in dict.fromkeys(config for config, _ in missing):
+        seeds = [seed for one, seed in missing if one == config]
+        most = getattr(config, "together", len(seeds)) if together else 1
+        found += [Task(name, config, tuple(seeds[k : k + most])) for k in range(0, len(seeds), most)]
+    return found
+
+
+def _results(todo: list[Task], options: Options, say: Callable[[str], None]) -> Iterator[list[Record]]:
+    """The records of the tasks as they come; a task whose process was killed is tried again, alone in the end."""
+    if options.jobs == 1 and options.backend == "loky":
+        for task in todo:
+            yield execute(task)
+        return
+    for attempt in range(ATTEMPTS):
+        # In the last attempt each task has the pool for itself, so that it is known which one is killed.
+        portions = [todo] if attempt < ATTEMPTS - 1 else [[task] for task in todo]
+        todo = []
+        for portion in portions:
+            left = dict(enumerate(portion))
+            with _backend(options):
+                pool = joblib.Parallel(n_jobs=max(2, options.jobs), batch_size=1, return_as="generator_unordered")
+                try:
+                    for number, records in pool(joblib.delayed(_numbered)(k, task) for k, task in left.copy().items()):
+                        del left[number]
+                        yield records
+                except Exception as error:  # of the pool or the cluster: a run's own are in its record
+                    say(f"{len(left)} of {len(portion)} tasks did not end: {type(error).__name__}")
+            todo += left.values()
+        if not todo:
+            return
+    for task in todo:
+        yield [_record(task, seed, 0.0) | {"error": "the process that ran it was killed"} for seed in task.seeds]
+
+
+@contextlib.contextmanager
+def _backend(options: Options) -> Iterator[None]:
+    """joblib's backend: processes of this machine, or a cluster."""
+    if options.backend == "dask":
+        from distributed import Client
+
+        cluster = {"address": options.address} if options.address else {"n_workers": options.jobs, "threads_per_worker": 1}
+        with Client(**cluster), joblib.parallel_config("dask"):
+            yield
+        return
+    if options.backend == "ray":
+        import ray
+        from ray.util.joblib import register_ray
+
+        ray.init(address=options.address, ignore_reinit_error=True)
+        register_ray()
+    with joblib.parallel_config(options.backend, inner_max_num_threads=1 if options.backend == "loky" else None):
+        yield
+
+
+def _numbered(number: int, task: Task) -> tuple[int, list[Record]]:
+    return number, execute(task)
+
+
+def execute(task: Task) -> list[Record]:
+    """The records of a task's runs; a run that raises has "error", one that cannot run here "skipped"."""
+    torch.set_num_threads(1)
+    random.seed(task.seeds[0])
+    np.random.seed(task.seeds[0])
+    torch.manual_seed(task.seeds[0])
+    experiment = module(task.name)
+    began = time.perf_counter()
+    try:
+        if hasattr(experiment, "run_together"):
+            metrics = experiment.run_together(task.config, task.seeds)
+        else:
+            metrics = [experiment.run(task.config, *task.seeds)]
+        found = [{"metrics": _json(one)} for one in metrics]
+    except Skip as reason:
+        found = [{"skipped": str(reason)} for _ in task.seeds]
+    except Exception:
+        found = [{"error": traceback.format_exc()} for _ in task.seeds]
+    seconds = (time.perf_counter() - began) / len(task.seeds)
+    return [_record(task, seed, seconds) | one for seed, one in zip(task.seeds, found, strict=True)]
+
+
+def _record(task: Task, seed: int, seconds: float) -> Record:
+    about = machine()
+    device = getattr(task.config, "device", "cpu")
+    return {
+        "experiment": task.name,
+        "config": plain(task.config),
+        "seed": seed,
+        "versions": {key: about[key] for key in ("torchdil", "torch", "python")},
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") and torch.cuda.is_available() else device,
+        "machine": {key: about[key] for key in ("cpu", "cores")},
+        "seconds": round(seconds, 2),
+    }
+
+
+def label(record: Record) -> str:
+    """A run in a few words."""
+    config = record["config"]
+    parts = [str(config[key]) for key in ("task", "problem", "integrator", "reading", "method") if key in config]
+    return ", ".join([*parts, f"seed {record['seed']}"])
+
+
+def _json(value: Any) -> Any:
+    """What JSON can hold; a number that is not finite becomes None."""
+    if isinstance(value, dict):
+        return {str(key): _json(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(part) for part in value]
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return _json(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def seeds(text: str) -> tuple[int, ...]:
+    """ "0:5" and "0,3,7" as numbers."""
+    try:
+        if ":" in text:
+            first, last = text.split(":")
+            found = tuple(range(int(first or 0), int(last)))
+        else:
+            found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 0:
+        raise argparse.ArgumentTypeError(f'expected seeds such as "0:5" or "0,3,7", got {text!r}.')
+    return found
+
+
+def choice(text: str) -> tuple[str, str]:
+    """ "task=cmu" as a pair."""
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f'expected FIELD=VALUE such as "task=cmu", got {text!r}.')
+    return key, value
+
+
+def arguments(line: Sequence[str] | None = None) -> tuple[argparse.Namespace, Options]:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments",
+        description="Run experiments, all of them by default, and write results/index.html.",
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXPERIMENTS)}")
+    parser.add_argument("--preset", choices=PRESETS, default="quick")
+    parser.add_argument("--seeds", type=seeds, help='such as "0:5" or "0,3,7", in place of those of the preset')
+    parser.add_argument("--device", help="such as cuda, for the experiments that can")
+    parser.add_argument("--data", help="the folder with mocap35.mat")
+    parser.add_argument("--only", type=choice, action="append", default=[], metavar="FIELD=VALUE", help="of the variants")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, one thread each")
+    parser.add_argument("--backend", default="loky", choices=("loky", "dask", "ray"), help="of joblib")
+    parser.add_argument("--address", help="of the cluster's scheduler")
+    parser.add_argument("--results", type=Path, help="the folder of the result files; results/PRESET by default")
+    parser.add_argument("--again", action="store_true", help="compute finished runs anew")
+    parser.add_argument("--show", action="store_true", help="compute nothing, show what is there")
+    parser.add_argument("--docs", action="store_true", help="write the pages in docs from the committed results, and no more")
+    found = parser.parse_args(line)
+    unknown = [name for name in found.names if name not in EXPERIMENTS]
+    if unknown:
+        parser.error(f"NAME must be one of {', '.join(EXPERIMENTS)}, got {', '.join(unknown)}.")
+    results = found.results or Path("results") / found.preset
+    keys = ("preset", "seeds", "device", "data", "jobs", "backend", "address", "again")
+    chosen = {key: getattr(found, key) for key in keys}
+    return found, Options(results=results, only=tuple(found.only), **chosen)

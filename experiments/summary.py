@@ -1,0 +1,74 @@
+"""What the full runs say of the paper, in docs/reproduction.md and in README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.tables import markdown
+from experiments.page import VERDICTS, Verdict
+
+BEGIN, END = "<!-- reproduction -->", "<!-- end of reproduction -->"
+# README.md has the tables of the paper alone; the claims and what is new are in docs/reproduction.md.
+SHOWN = ("Table 1", "Table 2", "Best")
+
+
+def write(verdicts: dict[str, Sequence[Verdict]], root: Path) -> None:
+    """The page and the block of README.md; `verdicts` by the names of the experiments."""
+    (root / "docs" / "reproduction.md").write_text(text(verdicts))
+    path = root / "README.md"
+    old = path.read_text()
+    path.write_text(old[: old.index(BEGIN)] + block(verdicts) + old[old.index(END) + len(END) :])
+
+
+def block(verdicts: dict[str, Sequence[Verdict]]) -> str:
+    """The part of README.md."""
+    found = [verdict for some in verdicts.values() for verdict in some]
+    rows = [[v.what, v.paper, v.ours, v.runs, v.verdict] for v in found if v.what.startswith(SHOWN) and v.paper != "yes"]
+    return f"{BEGIN}\n{_counts(found)}\n\n{markdown(['', 'paper', 'torchdil', 'runs', ''], rows)}\n{END}"
+
+
+def text(verdicts: dict[str, Sequence[Verdict]]) -> str:
+    """docs/reproduction.md."""
+    found = [verdict for some in verdicts.values() for verdict in some]
+    parts = "\n\n".join(f"## {name}\n\n{_table(some)}" for name, some in verdicts.items() if some)
+    return f"""# The paper, checked
+
+Written by `python -m experiments --docs` from `experiments/results/*.jsonl`, one line a run with its configuration, seed,
+versions, machine and time. {_counts(found)}
+
+Mean ± standard error where there are runs.
+
+{parts}
+
+## Do it again
+
+```console
+make demo                                                # a short version of everything, results/index.html
+make reproduce                                           # everything at full size: hours; it goes on where it was cut short
+python -m experiments table1 --preset quick --seeds 0:5  # one experiment
+python -m experiments table1 --only task=cmu --data DIR  # some of its cells; mocap35.mat is in DIR or $TORCHDIL_DATA
+python -m experiments scale --preset paper --device cuda
+python -m experiments cartpole --preset paper --backend dask --address tcp://scheduler:8786
+python -m experiments --preset paper --show              # the page from what is there
+```
+
+An experiment is one file with a frozen `Config` and `run(config, seed) -> dict`. `experiments/runner.py` does the rest: seeds,
+processes (joblib: this machine's cores, or a Dask or Ray cluster), progress, one JSON line a run in
+`results/PRESET/NAME.jsonl`. Finished runs are not made again; a run that fails or is killed is reported, and made again by the
+next command.
+"""
+
+
+def _counts(found: Sequence[Verdict]) -> str:
+    counts = {name: sum(verdict.verdict == name for verdict in found) for name in VERDICTS}
+    checked = sum(count for name, count in counts.items() if name != "new")
+    return (
+        f"Of {checked} values and claims of the paper {counts['reproduced']} are reproduced, {counts['better']} come out "
+        f"better, {counts['not reproduced']} are not reproduced; {counts['new']} results are new."
+    )
+
+
+def _table(verdicts: Sequence[Verdict]) -> str:
+    rows = [[v.what, v.paper, v.ours, v.runs, v.verdict, v.why] for v in verdicts]
+    return markdown(["", "paper", "torchdil", "runs", "verdict", "to know"], rows)

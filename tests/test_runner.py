@@ -1,0 +1,170 @@
+"""The runner of experiments: no finished run is lost or made twice, whatever happens to the others."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from experiments import runner
+from experiments.runner import Options, Store
+
+TOY = "toy_experiment"
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture
+def counts(tmp_path, monkeypatch):
+    folder = tmp_path / "counts"
+    folder.mkdir()
+    monkeypatch.setenv("TOY_COUNTS", str(folder))
+    # Also for the processes of a pool or a cluster.
+    monkeypatch.syspath_prepend(str(TESTS))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]))
+    return folder
+
+
+def made(counts):
+    return {path.name: len(path.read_text()) for path in counts.iterdir()}
+
+
+def run(options, **changes):
+    said = StringIO()
+    records = runner.run(TOY, options._replace(**changes), Console(file=said, width=200))
+    return records, said.getvalue()
+
+
+def test_a_run_is_one_line_with_all_that_is_known_of_it(tmp_path, counts):
+    records, _ = run(Options("smoke", tmp_path / "results", jobs=1))
+    lines = (tmp_path / "results" / f"{TOY}.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == records
+    assert [record["seed"] for record in records] == [0, 1, 2, 3]
+    first = records[0]
+    assert set(first) == {"experiment", "config", "seed", "versions", "device", "machine", "seconds", "metrics"}
+    assert first["config"] == {"method": "good", "pause": 0.0}
+    assert first["versions"]["torch"] == torch.__version__
+    assert first["metrics"]["infinite"] is None  # JSON has no infinity
+
+
+def test_runs_are_seeded_the_same_alone_and_in_processes(tmp_path, counts):
+    alone, _ = run(Options("smoke", tmp_path / "a", jobs=1))
+    spread, _ = run(Options("smoke", tmp_path / "b", jobs=2))
+    drawn = [[record["metrics"]["drawn"] for record in records] for records in (alone, spread)]
+    assert drawn[0] == drawn[1]
+    assert len({str(numbers) for numbers in drawn[0]}) == 4
+    assert all(record["metrics"]["threads"] == 1 for record in spread)
+    assert all(record["metrics"]["pid"] != os.getpid() for record in spread)
+
+
+def test_finished_runs_are_not_made_again(tmp_path, counts):
+    options = Options("smoke", tmp_path, jobs=1)
+    run(options, seeds=(0, 2))
+    records, _ = run(options)
+    assert made(counts) == {f"good-{seed}": 1 for seed in range(4)}
+    assert [record["seed"] for record in records] == [0, 1, 2, 3]
+    run(options, again=True, seeds=(0,))
+    assert made(counts)["good-0"] == 2
+
+
+def test_more_runs_do_not_make_finished_ones_anew(counts):
+    config = runner.module(TOY).Config()
+    assert runner.plain(config) == runner.plain(replace(config, runs=9))
+    assert runner.plain(config) != runner.plain(replace(config, device="cuda"))
+
+
+def test_a_run_that_raises_is_reported_and_resumed(tmp_path, counts, monkeypatch):
+    monkeypatch.setenv("TOY_METHOD", "good")
+    options = Options("paper", tmp_path, jobs=1, only=(("method", "raises"),))
+    records, said = run(options)
+    assert [record["seed"] for record in records if "error" in record] == [1]
+    assert [record["seed"] for record in runner.finished(records)] == [0, 2, 3]
+    assert "raises, seed 1: ValueError: no luck today" in said
+    assert "Traceback" in records[1]["error"]
+    run(options)
+    assert made(counts) == {"raises-0": 1, "raises-1": 2, "raises-2": 1, "raises-3": 1}
+
+
+def test_a_killed_process_costs_its_own_run_alone(tmp_path, counts, monkeypatch):
+    monkeypatch.setenv("TOY_METHOD", "dies")
+    records, said = run(Options("paper", tmp_path, jobs=2, only=(("method", "dies"),)))
+    assert [record["seed"] for record in runner.finished(records)] == [0, 2, 3]
+    (failed,) = [record for record in records if "error" in record]
+    assert failed["seed"] == 1 and "killed" in failed["error"]
+    assert "did not end: TerminatedWorkerError" in said
+
+
+def test_what_cannot_run_here_is_skipped_with_its_sentence(tmp_path, counts, monkeypatch):
+    monkeypatch.setenv("TOY_METHOD", "skips")
+    records, said = run(Options("paper", tmp_path, jobs=1, only=(("method", "skips"),)))
+    assert [record["skipped"] for record in records if "skipped" in record] == ["the toy has no data."]
+    assert "the toy has no data." in said
+    assert len(runner.finished(records)) == 3
+    assert all("skipped" not in record for record in Store(tmp_path, TOY).records())
+
+
+def test_a_command_that_is_killed_goes_on_where_it_was(tmp_path, counts):
+    code = f"""
+from pathlib import Path
+from experiments import runner
+runner.run({TOY!r}, runner.Options("quick", Path({str(tmp_path)!r}), jobs=1))
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=TESTS.parent, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(Store(tmp_path, TOY).records()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    there = [record["seed"] for record in Store(tmp_path, TOY).records()]
+    assert len(there) in (2, 3)
+    records, _ = run(Options("quick", tmp_path, jobs=1))
+    assert len(runner.finished(records)) == 4
+    assert all(made(counts)[f"good-{seed}"] == 1 for seed in there)
+
+
+def test_two_writers_lose_nothing(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from experiments.runner import Store\n"
+        "for k in range(40): Store(Path(sys.argv[1]), 'x').add([{'config': {'w': sys.argv[2]}, 'seed': k}])"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(w)], cwd=TESTS.parent) for w in range(2)]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    assert len(Store(tmp_path, "x").records()) == 80
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_runs_go_to_a_dask_cluster(tmp_path, counts):
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster:
+        options = Options("smoke", tmp_path, backend="dask", address=cluster.scheduler_address)
+        records, _ = run(options)
+    alone, _ = run(Options("smoke", tmp_path / "alone", jobs=1))
+    assert [r["metrics"]["drawn"] for r in records] == [r["metrics"]["drawn"] for r in alone]
+    assert 1 <= len({record["metrics"]["pid"] for record in records} - {os.getpid()}) <= 2
+
+
+@pytest.mark.parametrize(("text", "expected"), [("0:3", (0, 1, 2)), (":2", (0, 1)), ("4", (4,)), ("0,3,7", (0, 3, 7))])
+def test_seeds_on_the_command_line(text, expected):
+    assert runner.seeds(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (["--seeds", "5:5"], 'expected seeds such as "0:5" or "0,3,7", got \'5:5\''),
+        (["--seeds", "a"], 'expected seeds such as "0:5"'),
+        (["--only", "task"], "expected FIELD=VALUE"),
+        (["keppler"], "NAME must be one of kepler, table1"),
+    ],
+)
+def test_a_wrong_command_line_gets_a_sentence(line, expected, capsys):
+    with pytest.raises(SystemExit):
+        runner.arguments(line)
+    assert expected in capsys.readouterr().err
