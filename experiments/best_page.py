@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.tables import markdown
 from experiments import page
-from experiments.best import ABLATIONS, TASKS
+from experiments.best import ABLATIONS, RUNS
 from experiments.page import BLUE, DARK, ORANGE, PALE, RED, STYLE, WIDTH
 from experiments.runner import Record
 
@@ -33,7 +33,7 @@ class Known(NamedTuple):
 KNOWN = {
     "vdp": Known("Van der Pol", (0.40, 0.06), 0.005, "goal 0.005"),
     "spiral": Known("Spiral", (0.09, 0.01), 0.02, "goal 0.02"),
-    "cmu": Known("CMU Walking", (11.43, 1.27), 4.03, "Latent SDE, the lowest published: 4.03 ± 0.20"),
+    "cmu": Known("CMU Walking", (11.43, 1.27), 4.03, "Latent SDE, the lowest published that we know of: 4.03 ± 0.20"),
 }
 
 
@@ -59,6 +59,8 @@ def verdicts(records: list[Record]) -> tuple[page.Verdict, ...]:
         better = len(finite) == len(tests) and statistics.fmean(finite) < known.paper[0]
         why = f"median {_number(_median(tests))}, largest {_number(max(finite, default=None))}; {known.goal_is}"
         verdict = "better" if better else "not reproduced"
+        if len(tests) < RUNS[task]:
+            verdict, why = "unfinished", f"{len(tests)} of {RUNS[task]} runs so far; {why}"
         what = f"Table 1, best we can do: {known.name}, test MSE"
         found.append(page.Verdict(what, _spread(*known.paper), _mean(tests), len(tests), verdict, why))
     return tuple(found)
@@ -70,7 +72,7 @@ def section(records: list[Record]) -> page.Section:
         page.paragraph(
             "Table 1 once more, with the same data and roll-outs, and whatever helps: methods of high order in place of "
             "Euler's, L-BFGS, cubic features beside a network, a latent state with a constant context, means of several "
-            "networks. Everything was chosen by training and validation data."
+            "networks. What was known of the test when these were chosen is on the page in docs."
         )
         + page.paragraph(answer(records))
         + page.gallery(list(figures(records).values()))
@@ -125,9 +127,13 @@ def chosen_rows(records: list[Record]) -> list[dict[str, Any]]:
 def ablation_rows(records: list[Record]) -> list[dict[str, Any]]:
     """CMU Walking's model with one part changed; errors on the sequences held out."""
     crossed = [record for record in records if record["config"]["task"] == "cmu" and record["config"]["folds"]]
-    table = []
+    changed = [(key, value) for change in ABLATIONS.values() for key, value in change.items()]
+    unchanged = [r["config"] for r in crossed if all(r["config"][key] != value for key, value in changed)]
+    if not unchanged:
+        return []
+    base, table = unchanged[0], []
     for name, change in ({"as used": {}} | ABLATIONS).items():
-        group = [r["metrics"] for r in crossed if _changes(r["config"], crossed[0]["config"]) == change]
+        group = [r["metrics"] for r in crossed if _changes(r["config"], base) == change]
         if group:
             table.append(
                 {
@@ -202,8 +208,7 @@ def text(records: list[Record]) -> str:
     config = records[0]["config"]
     stages = ", then ".join(f"{its} iterations on all windows of {w} step{'s' * (w > 1)}" for w, its in config["stages"])
     graphics = "\n\n".join(f"![{name}](best-{name}.svg)" for name in figures(records))
-    ablations = ablation_rows(records)
-    crossed = f"\n{_table(ablations)}\n" if ablations else ""
+    walking = _walking(records, config)
     chosen = chosen_rows(records)
     choice = f"\n{_table(chosen)}\n" if chosen else ""
     return f"""# Table 1, the best we can do
@@ -224,11 +229,24 @@ Mean ± standard error over the runs. "Paper" is its backward Euler with the imp
 
 dx/dt = A φ(x) + net(φ(x)) with one hidden layer of {config["units"]} tanh units. φ is x, or all monomials of x up to a degree.
 With the third degree the true right-hand sides are of the form A φ(x): that is knowledge of the family of equations, and it is
-what carries over to the inner part of the Spiral, which no training point reaches. The steps are Gauss-Legendre steps of order
-6 (`method="gl6"`), so that the network learns the flow and not a correction of the solver; L-BFGS fits it: {stages}. Every
-{config["check"]} iterations a roll-out over the validation points is judged; the best of all these fields is the one that is
-tested, once.
+what carries over to the inner part of the Spiral, which no training point reaches; the squared weights of the network are
+penalised there. The steps are Gauss-Legendre steps of order 6 (`method="gl6"`), so that the network learns the flow and not a
+correction of the solver; L-BFGS fits it: {stages}. Every {config["check"]} iterations a roll-out over the validation points is
+judged; the best of all these fields is the one that is tested, once.
 {choice}
+What was known of the test: trial runs with cubic inputs on the Spiral had been judged by it before. The first run of this
+experiment, without a penalty, left the Spiral's test with a roll-out that exploded: a flaw of the solver of whole trajectories,
+since mended. The penalty came after that; it was chosen on the validation points of the Spiral.
+{walking}"""
+
+
+def _walking(records: list[Record], config: dict[str, Any]) -> str:
+    """The part of docs/best.md on CMU Walking."""
+    if not any(record["config"]["task"] == "cmu" for record in records):
+        return "\nThere are no runs on CMU Walking yet.\n"
+    ablations = ablation_rows(records)
+    crossed = f"\n{_table(ablations)}\n" if ablations else ""
+    return f"""
 ## CMU Walking
 
 A latent ODE dz/dt = f(z, c), z of size {config["states"]}, with a context c of size {config["context"]} that the encoder gives
@@ -248,7 +266,7 @@ def _task(record: Record) -> str | None:
 
 
 def _by_task(records: list[Record]) -> dict[str, list[dict[str, Any]]]:
-    groups = {task: [record["metrics"] for record in records if _task(record) == task] for task in TASKS}
+    groups = {task: [record["metrics"] for record in records if _task(record) == task] for task in RUNS}
     return {task: metrics for task, metrics in groups.items() if metrics}
 
 
@@ -280,7 +298,9 @@ def _spread(mean: float, error: float) -> str:
 def _number(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:.1e}" if 0 < abs(value) < 0.001 else f"{value:.2g}" if abs(value) < 1 else f"{value:.2f}"
+    if 0 < abs(value) < 1e-3 or abs(value) >= 1e4:
+        return f"{value:.1e}"
+    return f"{value:.2g}" if abs(value) < 1 else f"{value:.2f}"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

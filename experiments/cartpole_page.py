@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import markdown
 from experiments import page
 from experiments.cartpole_figures import (
     CARTS,
@@ -92,7 +91,7 @@ def _cell(what: str, row: dict[str, Any], variance: int, paper: str) -> page.Ver
     verdict = "reproduced" if close else "better" if ours < theirs else "not reproduced"
     mean, median, up = ([one[variance] for one in row[key]] for key in ("mean", "median", "success"))
     typical = f"the median run costs {statistics.median(mean):.1f}, the median state {statistics.fmean(median):.1f}"
-    why = f"{typical}; {_percent(statistics.fmean(up))} of the poles end up" if verdict == "not reproduced" else ""
+    why = f"{typical}; {page.percent(statistics.fmean(up))} of the poles end up" if verdict == "not reproduced" else ""
     return page.Verdict(what, paper, _plus_minus(row, variance), len(row["mean"]), verdict, why)
 
 
@@ -114,7 +113,7 @@ def rows(result: dict[str, Any], setting: str) -> list[dict[str, str]]:
         for k, variance in enumerate(result["config"]["variances"]):
             cells[f"variance {variance}"] = _plus_minus(row, k)
             cells["median" + " " * k] = f"{statistics.fmean(one[k] for one in row['median']):.1f}"
-            cells["up" + " " * k] = _percent(statistics.fmean(one[k] for one in row["success"]))
+            cells["up" + " " * k] = page.percent(statistics.fmean(one[k] for one in row["success"]))
             cells["paper" + " " * k] = PAPER[row["method"]][k] if row["method"] in PAPER and shown else "-"
         table.append(cells)
     return table
@@ -132,8 +131,8 @@ def premise_rows(result: dict[str, Any]) -> list[dict[str, str]]:
                         "setting": setting,
                         "plans of": row["method"],
                         "‖∇‖, median": f"{statistics.median(parts['gradient']):.2g}",
-                        "negative curvature": _percent(statistics.fmean(parts["negative"])),
-                        "controls at a bound": _percent(statistics.fmean(parts["held"])),
+                        "negative curvature": page.percent(statistics.fmean(parts["negative"])),
+                        "controls at a bound": page.percent(statistics.fmean(parts["held"])),
                     }
                 )
     return table
@@ -177,7 +176,9 @@ def text(records: list[Record]) -> str:
     config, high = result["config"], result["config"]["variances"][-1]
     drawn = [name for name in figures(records) if name.startswith("budget")]
     settings = result["settings"]
-    tables = "\n\n".join(f"### {_heading(result, setting)}\n\n{_table(rows(result, setting))}" for setting in settings)
+    tables = "\n\n".join(
+        f"### {_heading(result, setting)}\n\n{page.markdown_table(rows(result, setting))}" for setting in settings
+    )
     sentences = "\n".join(f"- {_sentence(result, setting)}" for setting in result["settings"])
     budgets = "\n\n".join(f"![Cost over the steps of the model](cartpole-{name}.svg)" for name in drawn)
     return f"""# Cart-pole
@@ -253,12 +254,12 @@ often has negative eigenvalues. What keeps training stable is that CG stops wher
 control cannot reach the cost at all, so that without ε the Hessian is singular. Polished plans are nearly stationary; what
 negative curvature is left there is that of plans whose {config["polish_steps"]} steps were not enough.
 
-{_table(premise_rows(result))}
+{page.markdown_table(premise_rows(result))}
 
 The loss hardly tells how long the target is: since sin² + cos² = 1, its length only weighs the pole against the cart, and the
 noise of the expert hides that. What training ended with, mean and standard deviation over the runs:
 
-{_table(target_rows(result))}
+{page.markdown_table(target_rows(result))}
 """
 
 
@@ -278,14 +279,6 @@ def _heading(result: dict[str, Any], setting: str) -> str:
     return f"{_setting(setting)}, {runs_in_words(result, setting)}"
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    return markdown([heading.strip() for heading in rows[0]], [list(row.values()) for row in rows])
-
-
 def _plus_minus(row: dict[str, Any], variance: int) -> str:
     mean, error = spread(row, variance)
     return f"{mean:.1f} ± {error:.1f}" if len(row["mean"]) > 1 else f"{mean:.1f}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f}\N{NO-BREAK SPACE}%"

@@ -6,10 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import markdown
 from experiments import page
 from experiments.coverage import FACTOR, LINEAR, PAIRS
-from experiments.page import BLUE, GREEN, RED
+from experiments.page import BLUE, GREEN, RED, markdown_table, percent
 from experiments.runner import Record
 
 KINDS = {"argmin": ("o", BLUE), "root": ("^", RED), "fixed point": ("s", GREEN)}
@@ -43,7 +42,8 @@ def verdicts(records: list[Record]) -> tuple[page.Verdict, ...]:
         page.Verdict(
             f"Report: estimated {TITLES[error]}",
             "-",
-            f"within a factor of {FACTOR:g} in {_percent(one['within'])}, a bound in {_percent(one['bounds'])} of the problems",
+            f"within a factor of {FACTOR:g} in {percent(one['within'], 1)}, "
+            f"a bound in {percent(one['bounds'], 1)} of the problems",
             one["samples"],
             "new",
         )
@@ -72,7 +72,9 @@ def figure(result: dict[str, Any]) -> Any:
                 ax.plot(*zip(*points, strict=True), linestyle="", marker=marker, label=kind, **style)
             ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel=f"true {TITLES[error]}", ylabel="estimated")
             found = _find(result, error, "all", "all")
-            ax.set_title(f"{_percent(found['within'])} within a factor of 10,\n{_percent(found['bounds'])} above the diagonal")
+            ax.set_title(
+                f"{percent(found['within'], 1)} within a factor of 10,\n{percent(found['bounds'], 1)} above the diagonal"
+            )
             ax.set_box_aspect(1)
             for axis in (ax.xaxis, ax.yaxis):
                 axis.set_major_locator(LogLocator(numticks=6))
@@ -104,10 +106,11 @@ def _answer(result: dict[str, Any]) -> str:
     value, adjoint = (_find(result, error, "all", "all") for error in TITLES)
     old_value, old_adjoint = (_find(result, error, "all", "all", "classic") for error in TITLES)
     return (
-        f"The estimated error of y is within a factor of 10 of the true one in {_percent(value['within'])} of the problems and "
-        f"bounds it in {_percent(value['bounds'])}; the estimated error of the adjoint g in {_percent(adjoint['within'])} and "
-        f"{_percent(adjoint['bounds'])}. The textbook's estimates, which divide a residual by the smallest Ritz value θ_min "
-        f"that was seen, are within that factor in {_percent(old_value['within'])} and {_percent(old_adjoint['within'])}."
+        f"The estimated error of y is within a factor of 10 of the true one in {percent(value['within'], 1)} of the problems "
+        f"and bounds it in {percent(value['bounds'], 1)}; the estimated error of the adjoint g in "
+        f"{percent(adjoint['within'], 1)} and {percent(adjoint['bounds'], 1)}. The textbook's estimates, which divide a "
+        f"residual by the smallest Ritz value θ_min that was seen, are within that factor in {percent(old_value['within'], 1)} "
+        f"and {percent(old_adjoint['within'], 1)}."
     )
 
 
@@ -134,7 +137,7 @@ def text(records: list[Record]) -> str:
     config, total = result["config"], len(result["rows"])
     (tight, loose), (least, most) = config["tolerances"], config["unknowns"]
     left = [_find(result, error, "all", "all")["left_out"] for error in TITLES]
-    squared, linear = (_percent(_find(result, "gradient", "loss", loss)["within"]) for loss in ("squared", "linear"))
+    squared, linear = (percent(_find(result, "gradient", "loss", loss)["within"], 1) for loss in ("squared", "linear"))
     solvers = ", ".join(solver.__name__ for solver in LINEAR["argmin"])
     short, blind = misses(result)
     return f"""# Gradient quality in numbers
@@ -184,7 +187,7 @@ less than 100 times what rounding leaves: {left[0]} for y, {left[1]} for g, wher
 Bounds: the share of problems whose true error is no larger than the estimate. Both: that, and the estimate no larger than 10
 times the true error. The ratio is estimate / true error. BiCGStab has no θ_min.
 
-{_table(rows(result))}
+{markdown_table(rows(result))}
 
 - Of the {short} estimates of the error of y that fall short by more than a factor of 10, {blind} belong to a backward solve
   whose g is wrong by more than a tenth: it had stopped before it saw the directions in which J is small.
@@ -193,7 +196,7 @@ times the true error. The ratio is estimate / true error. BiCGStab has no θ_min
   factor of 10 in {squared} of the problems with the squared loss, but in {linear} of those with the linear
   one, where it is too large as a rule. So the report has no such number; `check_gradient` measures it.
 
-{_table(forward_rows(result))}
+{markdown_table(forward_rows(result))}
 """
 
 
@@ -217,20 +220,12 @@ def _row(error: str, name: str, found: dict[str, Any], heading: str = "backward 
         "estimate": error,
         heading: name,
         "problems": found["samples"],
-        "bounds": _percent(found["bounds"]),
-        "within 10": _percent(found["within"]),
-        "both": _percent(found["both"]),
+        "bounds": percent(found["bounds"], 1),
+        "within 10": percent(found["within"], 1),
+        "both": percent(found["both"], 1),
         "median ratio": median,
         "5 % to 95 %": f"{low} to {high}",
     }
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    return markdown(list(rows[0]), [list(row.values()) for row in rows])
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.{0 if share in (0, 1) else 1}f}\N{NO-BREAK SPACE}%"
 
 
 def _power(number: float) -> str:

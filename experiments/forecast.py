@@ -1,6 +1,7 @@
 """Training of neural ODEs that forecast a motion, many seeds side by side: the models, the methods, the loop's body.
 
-A model is judged by free roll-outs, validation and test in one batch. Every choice is a field of `experiments.table1.Config`.
+A model is judged by free roll-outs over the sequences for validation and test, each of its own length. Every choice is a field
+of `experiments.table1.Config`.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Scores(NamedTuple):
     Attributes:
         iteration, seconds: how many of training until there, seconds a run.
         validation: mean squared errors, (S, N), infinite where a roll-out failed.
-        test: their mean over the sequences for test, (S,).
-        lost: whether one of these roll-outs failed, (S,).
+        test: their mean over the sequences for test, (S,), NaN where one of these roll-outs failed.
+        lost: whether one failed, (S,).
         shown: two coordinates of the first of these, (S, steps, 2).
     """
 
@@ -73,6 +74,20 @@ class Scores(NamedTuple):
     test: Tensor
     lost: Tensor
     shown: Tensor
+
+
+class RollOuts(NamedTuple):
+    """Free roll-outs over N sequences.
+
+    Attributes:
+        frames: (S, N, steps, D).
+        errors: mean squared, (S, N), NaN for a run that has ended.
+        failed: which stopped on their way, (S, N).
+    """
+
+    frames: Tensor
+    errors: Tensor
+    failed: Tensor
 
 
 class Model(nn.Module):
@@ -125,6 +140,8 @@ class Training:
         self.first = [p.detach().clone() for p in self.parameters]
         self.optimizer = torch.optim.Adam(self.parameters, lr=config.rate)
         self.alive = torch.ones(len(seeds), dtype=torch.bool, device=config.device)
+        # What DOPRI5 raises if it gives up; the library reports, so that with it such an error is one.
+        self.giving_up = (AssertionError,) if config.method == DOPRI5 else ()
         # Samples whose solve failed in training, forward and backward.
         self.failed = torch.zeros(2, len(seeds), dtype=torch.int64, device=config.device)
         self.seconds, self.iterations = 0.0, 0
@@ -167,13 +184,13 @@ class Training:
         """The loss of each seed, (S,); its gradient is left at the parameters."""
         try:
             return self.descend(self.model, windows, slice(None))
-        except AssertionError:  # DOPRI5 gave up, for all although one seed is enough to cause it
+        except self.giving_up:  # for all, although one seed is enough to cause it
             loss = torch.full((len(self.seeds),), math.nan, device=windows.device)
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         for k in range(len(self.seeds)):
             part = alone(self.model, k)
-            with contextlib.suppress(AssertionError):
+            with contextlib.suppress(*self.giving_up):
                 loss[k] = self.descend(part, windows[k : k + 1], slice(k, k + 1))
                 for parameter, own in zip(self.parameters, part.parameters(), strict=True):
                     parameter.grad[k] = own.grad[0]
@@ -187,37 +204,49 @@ class Training:
         loss.sum().backward()
         if solution is not None:
             for k, outcome in enumerate((solution.report.forward, solution.report.backward)):
-                self.failed[k, which] += (~outcome.converged).sum(dim=1)
+                self.failed[k, which] += self.alive[which] * (~outcome.converged).sum(dim=1)
         return loss.detach()
 
     @torch.no_grad()
     def validate(self, iteration: int) -> None:
         """Free roll-outs over the sequences for validation and test."""
         held = [part.to(self.config.device) for part in self.split[1:]]
-        given = torch.cat([part[:, : self.config.given] for part in held]).expand(len(self.seeds), -1, -1, -1)
-        frames, failed = self.roll_out(given, max(part.shape[1] for part in held) - self.config.given)
-        counts = [len(part) for part in held]
-        errors = []
-        for part, forecast in zip(held, frames.split(counts, dim=1), strict=True):
-            target = part[:, self.config.given :]
-            errors.append((forecast[:, :, : target.shape[1]] - target).square().mean(dim=(2, 3)))
-        validation, test = (choose(self.alive, error, math.nan).cpu().double() for error in errors)
-        # A roll-out that stopped on its way is no forecast: such a model is not chosen.
-        validation = validation.masked_fill(failed[:, : counts[0]].cpu(), math.inf)
-        lost = failed[:, counts[0] :].any(dim=1).cpu()
-        seconds = self.seconds / len(self.seeds)
-        self.scores.append(Scores(iteration, seconds, validation, test.mean(dim=1), lost, frames[:, counts[0], :, :2].cpu()))
+        if held[0].shape[1] == held[1].shape[1]:  # one batch is faster
+            split = (t.split([len(part) for part in held], dim=1) for t in self.judged(torch.cat(held)))
+            parts = [RollOuts(*some) for some in zip(*split, strict=True)]
+        else:
+            parts = [self.judged(part) for part in held]
+        validation, test = (RollOuts(*(t.cpu() for t in part)) for part in parts)
+        lost = test.failed.any(dim=1)
+        self.scores.append(
+            Scores(
+                iteration,
+                self.seconds / len(self.seeds),
+                # A roll-out that stopped on its way is no forecast: such a model is not chosen.
+                validation.errors.double().masked_fill(validation.failed, math.inf),
+                test.errors.double().mean(dim=1).masked_fill(lost, math.nan),
+                lost,
+                test.frames[:, 0, :, :2],
+            )
+        )
+
+    def judged(self, sequences: Tensor) -> RollOuts:
+        """Roll-outs over these sequences (N, T, D), by every seed."""
+        given, target = sequences.tensor_split([self.config.given], dim=1)
+        frames, failed = self.roll_out(given.expand(len(self.seeds), -1, -1, -1), target.shape[1])
+        errors = (frames - target).square().mean(dim=(2, 3))
+        return RollOuts(frames, choose(self.alive, errors, math.nan), failed)
 
     def roll_out(self, given: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         """The frames (S, B, steps, D), and which roll-outs failed, (S, B)."""
         try:
             frames, solution = self.model(given, steps)
-        except AssertionError:
+        except self.giving_up:
             frames, solution = given.new_full((*given.shape[:2], steps, given.shape[-1]), math.nan), None
             for k in range(len(self.seeds)):
                 part = alone(self.model, k)
                 for b in range(given.shape[1]):
-                    with contextlib.suppress(AssertionError):
+                    with contextlib.suppress(*self.giving_up):
                         frames[k, b] = part(given[k : k + 1, b : b + 1], steps).frames[0, 0]
         failed = ~frames.isfinite().all(dim=(2, 3))
         return frames, failed if solution is None else failed | ~solution.report.forward.converged
@@ -226,15 +255,19 @@ class Training:
         """Of seed number k."""
         scores = self.scores
         means, medians = ([rule(s.validation[k]).item() for s in scores] for rule in (Tensor.mean, Tensor.median))
-        tests = [s.test[k].item() for s in scores]
-        best, by_median = (chosen(values, scores, self.config.warm_up) for values in (means, medians))
-        found = {
-            "test": short(tests[best]),
-            "validation": short(means[best]),
-            "chosen": scores[best].iteration,
-            "test_failed": bool(scores[best].lost[k]),
-            "last": short(tests[-1]),
-            "last_failed": bool(scores[-1].lost[k]),
+        tests, lost = [short(s.test[k].item()) for s in scores], [bool(s.lost[k]) for s in scores]
+        # The mean is finite if no roll-out failed; by the median, too, only such models are chosen.
+        usable = [m for m, s in enumerate(scores) if s.iteration >= self.config.warm_up and math.isfinite(means[m])]
+        best, by_median = (min(usable, key=values.__getitem__, default=None) for values in (means, medians))
+
+        def model(number: int | None, name: str) -> dict[str, Any]:
+            parts = (None, False, None) if number is None else (tests[number], lost[number], scores[number].iteration)
+            return dict(zip((f"test{name}", f"test{name}_failed", f"chosen{name}"), parts, strict=True))
+
+        found = model(best, "") | {
+            "validation": None if best is None else short(means[best]),
+            "last": tests[-1],
+            "last_failed": lost[-1],
             "diverged": not bool(self.alive[k]),
             "failed_forward": int(self.failed[0, k]),
             "failed_backward": int(self.failed[1, k]),
@@ -244,21 +277,15 @@ class Training:
                 "iteration": [s.iteration for s in scores],
                 "seconds": [short(s.seconds) for s in scores],
                 "validation": [short(value) for value in means],
-                "test": [short(value) for value in tests],
+                "test": tests,
             },
         }
         if scores[0].validation.shape[1] > 1:
-            found |= {"test_by_median": short(tests[by_median]), "chosen_by_median": scores[by_median].iteration}
+            found |= model(by_median, "_by_median")
             found["curve"]["validation_median"] = [short(value) for value in medians]
-        if self.seeds[k] == 0:  # one to draw: two coordinates of the first test sequence
+        if self.seeds[k] == 0 and best is not None:  # one to draw: two coordinates of the first test sequence
             found["forecast"] = [[short(value) for value in frame] for frame in scores[best].shown[k].tolist()]
         return found
-
-
-def chosen(values: Sequence[float], scores: Sequence[Scores], warm_up: int) -> int:
-    """The index of the smallest value after the warm-up; the last where none is finite."""
-    usable = [k for k, s in enumerate(scores) if s.iteration >= warm_up and math.isfinite(values[k])]
-    return min(usable, key=values.__getitem__, default=len(scores) - 1)
 
 
 def short(value: float) -> float | None:

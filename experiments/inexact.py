@@ -69,7 +69,7 @@ class Gradient(NamedTuple):
         adjoint: the solutions of the backward solve, (models, unknowns); None where they cannot be had.
         gradient: of each model's loss, (models, parameters).
         value_estimate: the estimated error of y, (models,), or None.
-        adjoint_estimate: the estimated relative error of the adjoint, (models,), or None.
+        adjoint_estimate: the estimated relative error of the adjoint, (models,), not finite where there is none, or None.
         inner_steps, linear_steps: of the solves, the mean over the samples.
     """
 
@@ -89,10 +89,10 @@ def gradient_of(problem: Problem, solver: dil.Solver, linear_solver: dil.LinearS
     gradients = torch.autograd.grad(problem.loss(y).sum(), [*problem.parameters(), *probe])
     parts = [problem.by_model(g) for g in gradients]
     assert report.forward is not None and report.backward is not None
-    # The samples of a model are parts of one vector: their errors add up as its parts do.
+    # The samples of a model are parts of one vector: their errors add up as its parts do, and without one there is no estimate.
     value, adjoint, size = report.value_error, report.adjoint_error, report.backward.stats.norm
     if adjoint is not None and size is not None:
-        adjoint = problem.by_model(adjoint.nan_to_num() * size).norm(dim=1) / problem.by_model(size).norm(dim=1)
+        adjoint = problem.by_model(adjoint * size).norm(dim=1) / problem.by_model(size).norm(dim=1)
     return Gradient(
         y=problem.by_model(y.detach()),
         adjoint=parts.pop() if probe else None,

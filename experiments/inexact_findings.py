@@ -35,12 +35,13 @@ def problems(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def numbers(records: Sequence[Record], solve: str, name: str) -> dict[float, list[float]]:
-    """A quantity by tolerance, of all models; tolerances where a run does not know it are left out."""
+    """A quantity by tolerance, of all models; tolerances where a run does not know it, models without an estimate left out."""
     found: dict[float, list[float]] = {}
     for record in records:
         for row in record["metrics"]["gradients"][solve]:
-            if row[name] is not None:
-                found.setdefault(row["tolerance"], []).extend(map(_infinite_if_lost, row[name]))
+            known = [value for value in row[name] or [] if value is not None or name != "solve_estimate"]
+            if known:
+                found.setdefault(row["tolerance"], []).extend(map(_infinite_if_lost, known))
     return found
 
 
@@ -64,17 +65,28 @@ def spread(values: Sequence[float]) -> Spread:
 def tolerated(records: Sequence[Record], training: str) -> float | None:
     """The loosest tolerance that leaves training unharmed, as all tighter ones do; None if there is none."""
     best = None
-    for tolerance, ratios in sorted(losses(records, training).items()):
-        if (share(ratios, lambda ratio: ratio <= MARGIN) or 0.0) < MOST:
+    for tolerance in sorted(losses(records, training)):
+        if unharmed(records, training, tolerance) < MOST:
             break
         best = tolerance
     return best
+
+
+def unharmed(records: Sequence[Record], training: str, tolerance: float) -> float:
+    """The share of models whose loss is within the margin."""
+    return share(losses(records, training)[tolerance], lambda ratio: ratio <= MARGIN) or 0.0
 
 
 def harmful(records: Sequence[Record], training: str) -> float | None:
     """The next looser tolerance, which does harm; None if there is none."""
     best = tolerated(records, training) or 0.0
     return min((tolerance for tolerance in losses(records, training) if tolerance > best), default=None)
+
+
+def value_error(records: Sequence[Record], tolerance: float | None) -> float | None:
+    """The median relative error of y at an inner tolerance, at the first parameters; None if it is not known."""
+    found = numbers(records, "inner", "solve_error")
+    return median(found[tolerance]) if tolerance in found else None
 
 
 def over_error(records: Sequence[Record]) -> float:
@@ -92,10 +104,12 @@ def over_tolerance(records: Sequence[Record]) -> float:
 
 
 def estimates(records: Sequence[Record], solve: str) -> list[float]:
-    """Estimated over true errors of the solve, of all models and tolerances where both are known and more than rounding."""
-    true, estimated = (numbers(records, solve, name) for name in ("solve_error", "solve_estimate"))
-    pairs = [p for rtol in true if rtol in estimated for p in zip(estimated[rtol], true[rtol], strict=True)]
-    return [a / b for a, b in pairs if b > ROUNDING]
+    """Estimated over true errors of the solve, of all models and tolerances with an estimate and an error beyond rounding."""
+    rows = [row for record in records for row in record["metrics"]["gradients"][solve]]
+    both = [row for row in rows if row["solve_estimate"] is not None and row["solve_error"] is not None]
+    pairs = [pair for row in both for pair in zip(row["solve_estimate"], row["solve_error"], strict=True)]
+    judged = [(estimated, _infinite_if_lost(true)) for estimated, true in pairs if estimated is not None]
+    return [estimated / true for estimated, true in judged if true > ROUNDING]
 
 
 def steps(records: Sequence[Record], solve: str, tolerance: float) -> float:

@@ -6,10 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import markdown
 from experiments import page
 from experiments.kepler import MIXED, PAST
-from experiments.page import BLUE, DARK, GREEN, PALE, PURPLE, RED, STYLE, WIDTH, YELLOW
+from experiments.page import BLUE, DARK, GREEN, PALE, PURPLE, RED, STYLE, WIDTH, YELLOW, markdown_table, percent
 from experiments.runner import Record
 
 # A claim about points holds if it does in this share of them.
@@ -58,7 +57,7 @@ def verdicts(records: list[Record]) -> tuple[page.Verdict, ...]:
     result = page.only_run(records)
     config, field, share = result["config"], result["field"]["argmin"], result["reference"]["share"]
     gap = abs(result["path"]["e"][-1] - result["target_e"])
-    arrives = f"learning with single inner steps arrives from {_percent(field['arrives'])} of the points"
+    arrives = f"learning with single inner steps arrives from {percent(field['arrives'], 1)} of the points"
     single = next(row for row in result["inner_steps"] if row["inner_steps"] == 1)
 
     def claim(what: str, ours: str, runs: int, holds: bool, why: str = "") -> page.Verdict:
@@ -67,25 +66,25 @@ def verdicts(records: list[Record]) -> tuple[page.Verdict, ...]:
     return (
         claim(
             "e is learned so that E(e) meets a target",
-            f"|e - e*| = {gap:.0e}; {_percent(share)} of {config['problems']} random problems",
+            f"|e - e*| = {gap:.0e}; {percent(share, 1)} of {config['problems']} random problems",
             config["problems"],
             gap < config["reached"] and share > MOST,
         ),
         claim(
             "the gradient points to the target, on the argmin-line",
-            f"{_percent(field['right_on_the_line'])} of the points",
+            f"{percent(field['right_on_the_line'], 1)} of the points",
             1,
             field["right_on_the_line"] == 1,
         ),
         claim(
             "points close to the argmin-line also point to the target",
-            f"{_percent(field['right_by_distance'][0])} of those closer than 0.1",
+            f"{percent(field['right_by_distance'][0], 1)} of those closer than 0.1",
             1,
             field["right_by_distance"][0] > MOST,
         ),
         claim(
             "points anywhere off the argmin-line also point to the target",
-            f"{_percent(field['right'])} of the plane",
+            f"{percent(field['right'], 1)} of the plane",
             1,
             field["right"] > MOST,
             f"further off, the loss pulls on u, which may be past the target; but {arrives}",
@@ -93,8 +92,8 @@ def verdicts(records: list[Record]) -> tuple[page.Verdict, ...]:
         page.Verdict(
             "Open question: how exact must the inner solution be for learning to succeed?",
             "open; “a generous tolerance”",
-            f"one inner step at a time: {_percent(single['warm']['share'])} succeed from warm starts, "
-            f"{_percent(single['cold']['share'])} from cold ones",
+            f"one inner step at a time: {percent(single['warm']['share'], 1)} succeed from warm starts, "
+            f"{percent(single['cold']['share'], 1)} from cold ones",
             config["problems"],
             "new",
             "with a cold start the target is missed by the inner error, with a warm one the inner error vanishes",
@@ -229,7 +228,9 @@ def field_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
         }
 
     argmin, root = (shares(result["field"][statement]) for statement in ("argmin", "root"))
-    return [{"share of the points": name, "argmin": _percent(argmin[name]), "root": _percent(root[name])} for name in argmin]
+    return [
+        {"share of the points": name, "argmin": percent(argmin[name], 1), "root": percent(root[name], 1)} for name in argmin
+    ]
 
 
 def inexact_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -245,7 +246,7 @@ def inexact_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
             "as a root": f"{row['derivative_error_root']:.0e}",
         }
         for start in ("cold", "warm"):
-            cells[f"{start}: reached"] = _percent(row[start]["share"])
+            cells[f"{start}: reached"] = percent(row[start]["share"], 1)
             cells[f"{start}: steps"] = "-" if row[start]["steps"] is None else str(row[start]["steps"])
             cells[f"{start}: error"] = f"{row[start]['final_error']:.0e}"
         table.append(cells)
@@ -258,10 +259,10 @@ def _answer(result: dict[str, Any]) -> str:
     return (
         f"With a cold start, learning ends where the inexact u meets the target, so that E misses it by the inner error "
         f"(median ratio {factors['final_over_inner']:.2f}): of the runs with an inner error below {reached:g} at the end, "
-        f"{_percent(factors['success_below'])} came within {reached:g} of the target, of the others "
-        f"{_percent(factors['success_above'])}. With a warm start the inner error vanishes as learning settles: one step of "
-        f"gradient descent at a time was enough for {_percent(single['warm']['share'])} of the runs "
-        f"({_percent(single['cold']['share'])} with a cold start)."
+        f"{percent(factors['success_below'], 1)} came within {reached:g} of the target, of the others "
+        f"{percent(factors['success_above'], 1)}. With a warm start the inner error vanishes as learning settles: one step of "
+        f"gradient descent at a time was enough for {percent(single['warm']['share'], 1)} of the runs "
+        f"({percent(single['cold']['share'], 1)} with a cold start)."
     )
 
 
@@ -286,6 +287,7 @@ def text(records: list[Record]) -> str:
     """docs/kepler.md."""
     result = page.only_run(records)
     config, argmin, single = result["config"], result["field"]["argmin"], result["one_inner_step"]
+    negative, blamed = (percent(part, 1) for part in (argmin["negative_curvature"], argmin["wrong_by_cause"]["curvature"]))
     failed, met = single["argmin"]["failed"], single["argmin"]["failed_and_met"]
     problems = config["problems"]
     return f"""# Kepler's equation
@@ -326,13 +328,13 @@ solutions. Green squares: learning with one inner step at a time, from a point o
 
 ![The gradient field, root](kepler-field-root.svg)
 
-{_table(field_rows(result))}
+{markdown_table(field_rows(result))}
 
 On the line every arrow points to the target, close to it nearly every one. Far away the gradient in e alone says little: the
 loss pulls on u, which may be past the target once it is further from E(e) than the target is. Stated as an argmin, the field
 has a second flaw: F = ∂f/∂u is r (1 - e cos u), up to a factor, with r the residual, and off the line the terms with r may turn
 the signs of ∂F/∂e and of the Hessian J = (1 - e cos u)² + r e sin u. The Hessian is negative in
-{_percent(argmin["negative_curvature"])} of the plane, but alone to blame in {_percent(argmin["wrong_by_cause"]["curvature"])}:
+{negative} of the plane, but alone to blame in {blamed}:
 where it is negative, ∂F/∂e has changed its sign too. Stated as a root, F = r, neither can happen. Still, the paper is right
 that inexact points lead to the target, if not at once: the inner solver moves u to the line while e is learned.
 
@@ -341,7 +343,7 @@ that inexact points lead to the target, if not at once: the inner solver moves u
 The paper leaves this open. Here: {problems} random problems, M in {_interval(config["M_range"])}, the e of the target and
 the first e in {_interval(config["e_range"])}, {config["outer_steps"]} steps of gradient descent in e with step size
 {config["learning_rate"]}, the inner solver started from u = M each time (cold) or from its last u (warm). With exact inner
-solutions {_percent(result["reference"]["share"])} of the runs come within {config["reached"]:g} of the target, after
+solutions {percent(result["reference"]["share"], 1)} of the runs come within {config["reached"]:g} of the target, after
 {result["reference"]["steps"]} steps (median).
 
 **{_answer(result)}**
@@ -356,7 +358,7 @@ Upper rows: `GradientDescent(rtol=...)`, which takes the steps it needs. Lower r
 `GradientDescent(step_size={config["step_size"]}, max_steps=...)`, which stops wherever it is. Inner error and error of dE/de:
 at the first e. Reached, steps, error: of learning, judged by the exact E. Medians over the runs.
 
-{_table(inexact_rows(result))}
+{markdown_table(inexact_rows(result))}
 
 - The report's estimate of the inner error costs nothing and is, but for the crudest solutions, a tenth larger than the error,
   which is the margin that it keeps.
@@ -371,13 +373,5 @@ may ask for more.
 """
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    return markdown(list(rows[0]), [list(row.values()) for row in rows])
-
-
 def _interval(bounds: list[float]) -> str:
     return f"[{bounds[0]}, {bounds[1]}]"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.{0 if share in (0, 1) else 1}f}\N{NO-BREAK SPACE}%"

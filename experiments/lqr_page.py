@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import markdown
 from experiments import page
 from experiments.lqr import LOSSES, NUDGED, REFERENCE
-from experiments.page import BLUE, DARK, GREEN, ORANGE, PALE, PURPLE, RED, SKY, STYLE, WIDTH
+from experiments.page import BLUE, DARK, GREEN, ORANGE, PALE, PURPLE, RED, SKY, STYLE, WIDTH, markdown_table
 from experiments.runner import Record
 
 SYSTEMS = ((BLUE, "-"), (RED, "--"), (GREEN, ":"))
@@ -286,11 +285,11 @@ long, after many starts where the expert is at rest or close to the solution, it
 and some leave it again; AMSGrad, which keeps the largest second moment, stays there. The losses of a run that has converged to
 rounding are rounding, and their relative difference means nothing any more.
 
-{_table(converged_rows(result))}
+{markdown_table(converged_rows(result))}
 
 {shown}
 
-{_table(rows(result))}
+{markdown_table(rows(result))}
 
 Analytic gradient; mean ± standard deviation over the runs, and the lowest mean on the way.
 
@@ -299,13 +298,13 @@ Analytic gradient; mean ± standard deviation over the runs, and the lowest mean
 With one start a step, the largest relative differences to the analytic gradient: of the derivative dK/dÂ at the same Â, over
 those met in learning (every {config["every"]} iterations), and of the model, imitation and sampled losses at any iteration.
 
-{_table(agreement_rows(result))}
+{markdown_table(agreement_rows(result))}
 
 ## The Riccati equation
 
 `dil.control.dare` on random  as above, beside SciPy's `solve_discrete_are`.
 
-{_table(system_rows(result))}
+{markdown_table(system_rows(result))}
 """
 
 
@@ -355,7 +354,3 @@ def _means(result: dict[str, Any], loss: str, at: int) -> str:
 
 def _spread(values: list[float]) -> str:
     return f"{statistics.fmean(values):.2g} ± {statistics.stdev(values):.1g}"
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    return markdown(list(rows[0]), [list(row.values()) for row in rows])

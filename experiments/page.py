@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.tables import markdown
+
 # Of figures. Okabe and Ito's colours, which the colour-blind tell apart.
 BLUE, RED, GREEN, PURPLE, ORANGE, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A"
 YELLOW, PALE, DARK = "#F0E442", "#B0B0B0", "#555555"
 STYLE = {"font.size": 11, "axes.titlesize": 12, "legend.fontsize": 9.5, "legend.frameon": False, "svg.hashsalt": "torchdil"}
 WIDTH = 4.6  # inches: narrow enough that the letters stay readable on a phone
 
-VERDICTS = ("reproduced", "better", "not reproduced", "new")
+VERDICTS = ("reproduced", "better", "not reproduced", "unfinished", "new")
 
 
 class Verdict(NamedTuple):
@@ -25,7 +27,7 @@ class Verdict(NamedTuple):
         what: the cell or claim, such as "Table 1, Spiral, Bwd. Euler IFT-CG: test MSE".
         paper, ours: as text, mean ± standard error where there are runs; "-" if there is none.
         runs: how many.
-        verdict: one of `VERDICTS`; "new": the paper has no value.
+        verdict: one of `VERDICTS`; "unfinished": too few runs, or too short ones; "new": the paper has no value.
         why: a few words where it is not reproduced, or what to know.
     """
 
@@ -69,7 +71,7 @@ figure svg { width: 100%; height: auto; display: block; } figure img { max-width
   .verdicts td[data-of]:not([data-of=""])::before { content: attr(data-of) ": "; color: var(--soft); }
 }
 .verdict { border-radius: 4px; padding: .1rem .45rem; border: 1px solid; font-size: .85rem; }
-.reproduced { color: #0072B2; } .better { color: #00805c; } .not { color: #c04a00; } .new { color: var(--soft); }
+.reproduced { color: #0072B2; } .better { color: #00805c; } .not { color: #c04a00; } .new, .unfinished { color: var(--soft); }
 @media (prefers-color-scheme: dark) { .reproduced { color: #6db7e8; } .better { color: #3fcf9f; } .not { color: #ff8f4a; } }
 .gallery figure { margin: 0; } pre { overflow-x: auto; font-size: .85rem; line-height: 1.4; }
 """
@@ -160,13 +162,17 @@ def only_run(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def origin(name: str, records: Sequence[dict[str, Any]]) -> str:
     """The first line of a page in docs: what writes it, and where and with what the runs were made."""
-    places: dict[str, list[int]] = {}
+    return f"Written by `python -m experiments {name} --docs` from `experiments/results/{name}.jsonl`: {places(records)}."
+
+
+def places(records: Sequence[dict[str, Any]]) -> str:
+    """Where and with what runs were made."""
+    found: dict[str, list[int]] = {}
     for record in records:
         versions, place = record["versions"], record["machine"]["cpu"] if record["device"] == "cpu" else record["device"]
         text = f"torchdil {versions['torchdil']}, torch {versions['torch']}, {place}, 1 thread"
-        places.setdefault(text, []).append(record["seed"])
-    made = (f"{text}, {f'seed {seeds[0]}' if len(seeds) == 1 else f'{len(seeds)} runs'}" for text, seeds in places.items())
-    return f"Written by `python -m experiments {name} --docs` from `experiments/results/{name}.jsonl`: {'; '.join(made)}."
+        found.setdefault(text, []).append(record["seed"])
+    return "; ".join(f"{text}, {f'seed {some[0]}' if len(some) == 1 else f'{len(some)} runs'}" for text, some in found.items())
 
 
 def save(figures: dict[str, Any], docs: Path, name: str) -> None:
@@ -182,3 +188,13 @@ def _format(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.1e}" if value != 0 and (abs(value) < 1e-2 or abs(value) >= 1e4) else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table from rows with equal keys; headings that differ in spaces at their ends only look the same."""
+    return markdown([heading.strip() for heading in rows[0]], [list(row.values()) for row in rows])
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    """A share with so many digits behind the point, none if it is 0 or 1; "-" if there is none."""
+    return "-" if share is None else f"{100 * share:.{0 if share in (0, 1) else digits}f}\N{NO-BREAK SPACE}%"

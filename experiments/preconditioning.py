@@ -148,6 +148,7 @@ def ways(config: Config, problem: Problem, parameters: tuple[Tensor, ...]) -> di
     nystrom = dil.Nystrom(rank=config.rank)
     return {
         "none": cg(),
+        "direct": dil.Dense(),
         "warm start": dil.WarmStart(cg()),
         "Jacobi": cg(dil.Jacobi()),
         "Jacobi, kept": cg(Kept(dil.Jacobi())),

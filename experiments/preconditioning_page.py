@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import markdown
 from experiments import page
-from experiments.page import BLUE, DARK, GREEN, ORANGE, PALE, PURPLE, RED, SKY, STYLE, WIDTH, YELLOW
+from experiments.page import BLUE, DARK, GREEN, GREY, ORANGE, PALE, PURPLE, RED, SKY, STYLE, WIDTH, YELLOW, markdown_table
 from experiments.preconditioning_problems import PROBLEMS
 from experiments.runner import Record
 
 LOOKS = {
     "none": ("none", "black"),
+    "direct": ("direct solve", GREY),
     "warm start": ("warm start", SKY),
     "Jacobi": ("Jacobi", GREEN),
     "Jacobi, kept": ("Jacobi, kept", GREEN),
@@ -43,20 +43,43 @@ SHOWN = {"implicit_euler": "One stiff step of backward Euler", "few_large": "A f
 HISTORIES = ("none", "Jacobi", "Nyström", "inner CG", "inner CG, flexible", "float32, flexible")
 # A way pays if it takes less than this share of the time of plain CG, and costs if it takes more than its inverse.
 PAYS = 0.9
+FLEXIBLE = ("inner CG, flexible", "float32, flexible")
+
+
+def _ways(records: Sequence[Record]) -> list[str]:
+    """Those of all records; older ones have no direct solve."""
+    return [way for way in LOOKS if all(way in record["metrics"]["ways"] for record in records)]
+
+
+def _of(records: Sequence[Record], problem: str) -> list[dict[str, Any]]:
+    """The ways of each seed."""
+    return [record["metrics"]["ways"] for record in records if record["config"]["problem"] == problem]
+
+
+def _by_seed(records: Sequence[Record], problem: str, way: str, part: str, key: str) -> list[float]:
+    """Over plain CG, for each seed; nothing if a solve failed in one of them."""
+    found = _of(records, problem)
+    if any(ways[way]["run"]["failed"] for ways in found):
+        return []
+    return [ways[way][part][key] / ways["none"][part][key] for ways in found]
 
 
 def _ratio(records: Sequence[Record], problem: str, way: str, part: str, key: str) -> float | None:
-    """Over plain CG: the geometric mean over the runs; None if a solve failed in one of them, or if there is no run."""
-    found = [record["metrics"]["ways"] for record in records if record["config"]["problem"] == problem]
-    if not found or any(ways[way]["run"]["failed"] for ways in found):
-        return None
-    return math.exp(statistics.fmean(math.log(ways[way][part][key] / ways["none"][part][key]) for ways in found))
+    """Over plain CG: the geometric mean over the seeds; None if a solve failed."""
+    found = _by_seed(records, problem, way, part, key)
+    return math.exp(statistics.fmean(map(math.log, found))) if found else None
 
 
 def _ratios(records: Sequence[Record], way: str, part: str, key: str) -> list[float]:
     """For each problem where it did not fail."""
     found = (_ratio(records, problem, way, part, key) for problem in _problems(records))
     return [ratio for ratio in found if ratio is not None]
+
+
+def _paying(records: Sequence[Record], way: str) -> tuple[int, int]:
+    """On how many layers a way pays, and on how many it costs more, with every seed."""
+    found = [_by_seed(records, problem, way, "run", "seconds") for problem in _problems(records)]
+    return sum(max(some) < PAYS for some in found if some), sum(min(some) > 1 / PAYS for some in found if some)
 
 
 def _problems(records: Sequence[Record]) -> list[str]:
@@ -84,8 +107,8 @@ def cost(records: Sequence[Record]) -> Any:
         ax = fig.subplots()
         ax.axhspan(1e-9, 1, color=GREEN, alpha=0.08, linewidth=0)
         ax.axhline(1, color=PALE, linewidth=1)
-        points = []
-        for way in DRAWN:
+        points, drawn = [], [way for way in DRAWN if way in _ways(records)]
+        for way in drawn:
             for problem in _problems(records):
                 steps, seconds = (_ratio(records, problem, way, "run", key) for key in ("steps", "seconds"))
                 if steps is None or seconds is None:
@@ -98,7 +121,7 @@ def cost(records: Sequence[Record]) -> Any:
         ax.text(0.98, 0.02, "pays", transform=ax.transAxes, ha="right", va="bottom", color=GREEN)
         ax.grid(alpha=0.3)
         ax.set_title("Training runs: steps saved against cost")
-        colours = [Line2D([], [], color=LOOKS[way][1], marker="o", linestyle="", label=LOOKS[way][0]) for way in DRAWN]
+        colours = [Line2D([], [], color=LOOKS[way][1], marker="o", linestyle="", label=LOOKS[way][0]) for way in drawn]
         shapes = [
             Line2D([], [], color="white", markeredgecolor="black", marker=marker, linestyle="", label=label)
             for label, marker in (MARKERS[problem] for problem in _problems(records))
@@ -135,27 +158,30 @@ def residuals(records: Sequence[Record]) -> Any:
 
 
 def summary(records: Sequence[Record]) -> list[dict[str, str]]:
-    """Time in the training runs over that of plain CG, in brackets the steps; a row for each way."""
+    """Time in the training runs over that of plain CG, its range over the seeds, in brackets the steps; a row for each way."""
     rows = []
-    for way in list(LOOKS)[1:]:
+    for way in _ways(records)[1:]:
         row = {"preconditioner": LOOKS[way][0]}
         for problem in _problems(records):
             seconds, steps = (_ratio(records, problem, way, "run", key) for key in ("seconds", "steps"))
-            row[MARKERS[problem][0]] = "failed" if seconds is None or steps is None else f"{seconds:.2g} ({steps:.2g})"
+            by_seed = _by_seed(records, problem, way, "run", "seconds")
+            spread = f", {_span(by_seed)}" if len(by_seed) > 1 else ""
+            shown = "failed" if seconds is None or steps is None else f"{seconds:.2g}{spread} ({steps:.2g})"
+            row[MARKERS[problem][0]] = shown
         rows.append(row)
     return rows
 
 
 def rows(records: Sequence[Record], problem: str) -> list[dict[str, Any]]:
     """One problem: the first backward solve and the training run, means over the runs."""
-    found = [record["metrics"]["ways"] for record in records if record["config"]["problem"] == problem]
+    found = _of(records, problem)
 
     def mean(way: str, part: str, key: str) -> float:
         return statistics.fmean(ways[way][part][key] for ways in found)
 
     table = []
-    for way, (label, _) in LOOKS.items():
-        row: dict[str, Any] = {"preconditioner": label}
+    for way in _ways(records):
+        row: dict[str, Any] = {"preconditioner": LOOKS[way][0]}
         for part, title in (("first", "first solve"), ("run", "training run")):
             cheap = mean(way, part, "cheap")
             row[f"{title}: steps"] = f"{mean(way, part, 'steps'):.0f}"
@@ -171,24 +197,42 @@ def rows(records: Sequence[Record], problem: str) -> list[dict[str, Any]]:
 
 def answer(records: Sequence[Record]) -> str:
     """Which pay, which do not."""
-    total, config = len(_problems(records)), records[0]["config"]
-    wins = {way: sum(ratio < PAYS for ratio in _ratios(records, way, "run", "seconds")) for way in list(LOOKS)[1:]}
-    losses = {way: sum(ratio > 1 / PAYS for ratio in _ratios(records, way, "run", "seconds")) for way in wins}
-    order = sorted((way for way in wins if wins[way]), key=lambda way: -wins[way])
+    total, config, seeds = len(_problems(records)), records[0]["config"], _runs(records)
+    found = {way: _paying(records, way) for way in _ways(records)[1:]}
+    order = sorted((way for way in found if found[way][0]), key=lambda way: -found[way][0])
     paying = "; ".join(
-        f"{LOOKS[way][0]}: on {wins[way]}, and costs more on {losses[way]} ({_span(_ratios(records, way, 'run', 'seconds'))})"
+        f"{LOOKS[way][0]}: on {found[way][0]}, and costs more on {found[way][1]} "
+        f"({_span(_ratios(records, way, 'run', 'seconds'))})"
         for way in order
     )
-    never = "; ".join(LOOKS[way][0] for way in wins if not wins[way])
+    never = "; ".join(LOOKS[way][0] for way in found if not found[way][0])
     return (
         f"Training runs of {config['steps']} steps on {total} layers: what solves the backward systems in less than {PAYS:g} "
-        f"of the time of plain CG, its making included (in brackets least and most of that time): {paying or 'nothing'}. "
-        f"On no layer: {never or '-'}. {flexible(records)}"
+        f"of the time of plain CG, its making included, with every seed (only {seeds}; in brackets least and most of that time "
+        f"over the layers): {paying or 'nothing'}. On no layer: {never or '-'}. {direct(records)}{flexible(records)}"
+    )
+
+
+def direct(records: Sequence[Record]) -> str:
+    """Where a direct solve would pay, in a sentence, of records that have none: the factor's first solve is nearly one."""
+    if "direct" in _ways(records):
+        return ""
+    steps, faster = records[0]["config"]["steps"], []
+    for problem in _problems(records):
+        shares = [
+            steps * ways["factor, kept"]["first"]["seconds"] / ways["none"]["run"]["seconds"] for ways in _of(records, problem)
+        ]
+        if max(shares) < PAYS:
+            faster.append(f"{MARKERS[problem][0]} ({_span(shares)})")
+    return (
+        "A direct solve was not timed by itself; the first solve with the factor of J builds J, factorises it and makes one "
+        f"step. That for each system would take less than {PAYS:g} of the time of plain CG on {len(faster)} of "
+        f"{len(_problems(records))} layers{': ' * bool(faster)}{', '.join(faster)}. "
     )
 
 
 def flexible(records: Sequence[Record]) -> str:
-    """What β does for a preconditioner that changes from step to step, in two sentences."""
+    """What β does for a preconditioner that changes from step to step, and why the two that were tried save so little."""
     total, inner = len(_problems(records)), records[0]["config"]["inner_steps"]
     more = []
     for problem in _problems(records):
@@ -200,16 +244,34 @@ def flexible(records: Sequence[Record]) -> str:
     flexible_failed = sum(record["metrics"]["ways"]["inner CG, flexible"]["run"]["failed"] for record in records)
     return (
         f"With a preconditioner that changes, {inner} steps of CG, the ordinary β takes {_span(more)} times the steps of the "
-        f"flexible β ({failed} and {flexible_failed} solves of a sample failed). But it cannot pay: plain CG makes the best "
-        f"use of its products with J, and the flexible one made more on {sum(ratio > 1 for ratio in products)} of {total} "
-        f"layers ({_span(products)} times)."
+        f"flexible β ({failed} and {flexible_failed} solves of a sample failed). Only two flexible preconditioners were tried. "
+        f"CG on the same J cannot save products by itself, since plain CG makes the best use of its products, and it made more "
+        f"on {sum(ratio > 1 for ratio in products)} of {total} layers ({_span(products)} times). CG in float32 could pay "
+        f"only by cheaper products, and at these sizes a product, with what goes with it, took {_span(_of_float32(records))} "
+        "times as long as in float64: this says nothing of larger layers or of a GPU."
     )
+
+
+def _of_float32(records: Sequence[Record]) -> list[float]:
+    """For each problem: the time of the way in float32 for each of its products, over that of plain CG."""
+
+    def each(solves: dict[str, Any]) -> float:
+        return solves["seconds"] / (solves["products"] + solves["cheap"])
+
+    return [
+        statistics.geometric_mean(
+            each(ways["float32, flexible"]["run"]) / each(ways["none"]["run"]) for ways in _of(records, problem)
+        )
+        for problem in _problems(records)
+    ]
 
 
 def verdicts(records: Sequence[Record]) -> tuple[page.Verdict, ...]:
     """The paper leaves preconditioning open."""
-    found = {way: _ratios(records, way, "run", "seconds") for way in ("Nyström, kept", "Jacobi, kept", "inner CG, flexible")}
-    ours = "; ".join(f"{LOOKS[way][0]}: {_span(ratios)}" for way, ratios in found.items())
+    shown = ("Nyström, kept", "Jacobi, kept", *FLEXIBLE)
+    ours = "; ".join(f"{LOOKS[way][0]}: {_span(_ratios(records, way, 'run', 'seconds'))}" for way in shown)
+    paying = {LOOKS[way][0]: _paying(records, way)[0] for way in FLEXIBLE}
+    counted = ", ".join(f"{label} on {count}" for label, count in paying.items() if count)
     return (
         page.Verdict(
             "Open question: does (flexible) preconditioning speed up the backward pass?",
@@ -217,9 +279,9 @@ def verdicts(records: Sequence[Record]) -> tuple[page.Verdict, ...]:
             f"time over plain CG, {len(_problems(records))} layers: {ours}",
             _runs(records),
             "new",
-            "ordinary preconditioners pay where they fit the curvature, more so when kept; flexible ones nowhere"
-            if not any(ratio < PAYS for ratio in found["inner CG, flexible"])
-            else "ordinary preconditioners pay where they fit the curvature, more so when kept",
+            "ordinary preconditioners pay where they fit the curvature, more so when kept; of the two flexible ones tried "
+            "(inner CG on the same J, which cannot save products by itself; float32, at sizes where overhead dominates) "
+            + (f"paid: {counted}" if counted else "neither paid"),
         ),
     )
 
@@ -229,7 +291,7 @@ def section(records: Sequence[Record]) -> page.Section:
     body = (
         page.paragraph(answer(records))
         + page.gallery(list(figures(records).values()))
-        + page.paragraph("Time of the backward solves in a training run over that of plain CG; in brackets the CG steps.")
+        + page.paragraph(f"Time of the backward solves in a training run over that of plain CG{_seeds(records)}.")
         + page.table(summary(records))
     )
     return page.Section("Preconditioning: steps saved against cost", body)
@@ -244,6 +306,7 @@ def write(records: Sequence[Record], docs: Path) -> None:
 def text(records: Sequence[Record]) -> str:
     """docs/preconditioning.md."""
     config = records[0]["config"]
+    timed = "\n- *Direct solve*: `dil.Dense()`, no CG." if "direct" in _ways(records) else ""
     outer = [record["metrics"]["ways"]["float32, flexible"]["first"]["products"] for record in records]
     about = []
     for problem in _problems(records):
@@ -254,7 +317,7 @@ def text(records: Sequence[Record]) -> str:
         about.append(f"- *{MARKERS[problem][0]}*: {purpose} {size}.")
     labels = {name: MARKERS[name][0] for name in _problems(records)}
     blocks = "\n\n".join(
-        f"### {label[0].upper()}{label[1:]}\n\n{_table(rows(records, name))}" for name, label in labels.items()
+        f"### {label[0].upper()}{label[1:]}\n\n{markdown_table(rows(records, name))}" for name, label in labels.items()
     )
     return f"""# Preconditioning
 
@@ -271,17 +334,17 @@ one after the other; the time is that of the processor.
 
 ![Residual histories](preconditioning-residuals.svg)
 
-Time of all backward solves of a training run over that of plain CG, what it takes to make the preconditioner included; in
-brackets the CG steps over those of plain CG; geometric means over the seeds.
+Time of all backward solves of a training run, what it takes to make the preconditioner included, over that of plain
+CG{_seeds(records)}.
 
-{_table(summary(records))}
+{markdown_table(summary(records))}
 
 ## The layers
 
 {chr(10).join(about)}
 
 ## The preconditioners
-
+{timed}
 - *warm start*: `dil.WarmStart(dil.CG())`, no preconditioner, but a start from the last solution.
 - *Jacobi*: `dil.Jacobi()`, whose diagonal is estimated from 32 products beyond 64 unknowns. *Exact diagonal*: from all rows of
   J, which tells what the estimate loses.
@@ -309,5 +372,9 @@ def _span(found: Sequence[float]) -> str:
     return f"{min(found):.2g} to {max(found):.2g}" if found else "-"
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    return markdown(list(rows[0]), [list(row.values()) for row in rows])
+def _seeds(records: Sequence[Record]) -> str:
+    """What the cells of the summary hold beside the ratio."""
+    count = _runs(records)
+    if count == 1:
+        return "; in brackets the CG steps over those of plain CG"
+    return f": geometric mean and range over the seeds, only {count}; in brackets the CG steps over those of plain CG"

@@ -2,7 +2,8 @@
 
 An experiment is a module with a frozen `Config` (`Config.preset(name)`, a field `runs`) and `run(config, seed) -> dict`; it may
 have `variants(config)`, one configuration for each cell of its table, and `run_together(config, seeds)`, the runs of many seeds
-as one batch of models, at most `config.together` of them. A run is one line of `NAME.jsonl`:
+as one batch of models, at most `config.together` of them; `JOBS` is how many of its runs may share a machine, if they measure
+it. A run is one line of `NAME.jsonl`:
 
     {"experiment", "config", "seed", "versions", "device", "machine", "seconds", "metrics"}
 
@@ -20,9 +21,10 @@ import math
 import os
 import random
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -56,8 +58,8 @@ PRESETS = ("smoke", "quick", "paper")
 COMMITTED = Path(__file__).parent / "results"
 # Fields of a Config that change no run.
 NEUTRAL = ("runs", "data", "together")
-# A pool that lost a process is made anew this often: one run that is killed takes its neighbours with it.
-ATTEMPTS = 3
+# Runs seed the random numbers of their process, and a worker of a cluster may have several threads.
+ALONE = threading.Lock()
 
 
 class Skip(Exception):  # noqa: N818 (it is no error)
@@ -108,18 +110,20 @@ class Store:
         """All that is there."""
         if not self.path.exists():
             return []
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
+        return [json.loads(line) for line in self.path.read_text("utf-8").split("\n") if line]
 
     def add(self, new: Sequence[Record]) -> None:
-        """Add these; a run that is there already is replaced."""
+        """Add these; a run that is there already is replaced, but not a finished one by one that failed."""
         if not new:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._alone():
             merged = {identity(record): record for record in self.records()}
-            merged |= {identity(record): record for record in new}
+            for record in new:
+                if "metrics" in record or "metrics" not in merged.get(identity(record), {}):
+                    merged[identity(record)] = record
             lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in merged.values())
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
                 file.write(lines)
                 file.flush()
                 os.fsync(file.fileno())
@@ -168,7 +172,7 @@ def planned(name: str, options: Options) -> list[tuple[Any, int]]:
         if getattr(options, field) is not None and field in names:
             config = replace(config, **{field: getattr(options, field)})
     configs = experiment.variants(config) if hasattr(experiment, "variants") else [config]
-    chosen = [one for one in configs if all(str(getattr(one, key, None)) == value for key, value in options.only)]
+    chosen = [one for one in configs if all(key in names and str(getattr(one, key)) == value for key, value in options.only)]
     return [(one, seed) for one in chosen for seed in (options.seeds or range(one.runs))]
 
 
@@ -219,30 +223,54 @@ def tasks(name: str, missing: Sequence[tuple[Any, int]]) -> list[Task]:
 
 
 def _results(todo: list[Task], options: Options, say: Callable[[str], None]) -> Iterator[list[Record]]:
-    """The records of the tasks as they come; a task whose process was killed is tried again, alone in the end."""
-    if options.jobs == 1 and options.backend == "loky":
+    """The records of the tasks as they come.
+
+    A process that is killed ends its pool, and the tasks under way with it: each of these is tried once more, alone, so that it
+    is known which one it was; the others go on in a new pool.
+    """
+    # What measures time or memory says by JOBS how many of its runs may share a machine.
+    jobs = min([options.jobs, *(getattr(module(task.name), "JOBS", options.jobs) for task in todo)])
+    if jobs == 1 and options.backend == "loky":
         for task in todo:
             yield execute(task)
         return
-    for attempt in range(ATTEMPTS):
-        # In the last attempt each task has the pool for itself, so that it is known which one is killed.
-        portions = [todo] if attempt < ATTEMPTS - 1 else [[task] for task in todo]
-        todo = []
-        for portion in portions:
-            left = dict(enumerate(portion))
-            with _backend(options):
-                pool = joblib.Parallel(n_jobs=max(2, options.jobs), batch_size=1, return_as="generator_unordered")
-                try:
-                    for number, records in pool(joblib.delayed(_numbered)(k, task) for k, task in left.copy().items()):
-                        del left[number]
-                        yield records
-                except Exception as error:  # of the pool or the cluster: a run's own are in its record
-                    say(f"{len(left)} of {len(portion)} tasks did not end: {type(error).__name__}")
-            todo += left.values()
-        if not todo:
+    while todo:
+        left, started = dict(enumerate(todo)), set[int]()
+        error = yield from _pool(left, started, options)
+        if error is None:
             return
-    for task in todo:
-        yield [_record(task, seed, 0.0) | {"error": "the process that ran it was killed"} for seed in task.seeds]
+        if not started:  # the pool itself does not work
+            raise error
+        under_way = sorted(started & left.keys())
+        say(f"{len(under_way)} tasks under way were lost and are tried again: {type(error).__name__}: {error}")
+        for k in under_way:
+            error = yield from _pool({k: left[k]}, set(), options)
+            if error is not None:
+                why = f"the process that ran it was lost: {type(error).__name__}: {error}"
+                yield [_record(left[k], seed, 0.0) | {"error": why} for seed in left[k].seeds]
+        todo = [task for k, task in left.items() if k not in started]
+
+
+def _pool(left: dict[int, Task], started: set[int], options: Options) -> Generator[list[Record], None, Exception | None]:
+    """The records of the tasks, each task taken from `left` when it has ended; what broke the pool, if anything did."""
+
+    def calls() -> Iterator[Any]:
+        for k, task in list(left.items()):
+            started.add(k)
+            yield joblib.delayed(_numbered)(k, task)
+
+    # One job would run in this process; a cluster has as many as it has. Ray's backend has no generators.
+    jobs = max(2, options.jobs) if options.backend == "loky" else -1
+    results = "list" if options.backend == "ray" else "generator_unordered"
+    with _backend(options):
+        pool = joblib.Parallel(n_jobs=jobs, batch_size=1, pre_dispatch="n_jobs", return_as=results)
+        try:
+            for number, records in pool(calls()):
+                del left[number]
+                yield records
+        except Exception as error:  # of the pool or the cluster: a run's own are in its record
+            return error
+    return None
 
 
 @contextlib.contextmanager
@@ -252,7 +280,11 @@ def _backend(options: Options) -> Iterator[None]:
         from distributed import Client
 
         cluster = {"address": options.address} if options.address else {"n_workers": options.jobs, "threads_per_worker": 1}
-        with Client(**cluster), joblib.parallel_config("dask"):
+        try:
+            client = Client(**cluster)
+        except OSError as error:
+            raise SystemExit(f"--address must be that of a scheduler, and none answers at {options.address}.") from error
+        with client, joblib.parallel_config("dask"):
             yield
         return
     if options.backend == "ray":
@@ -271,23 +303,24 @@ def _numbered(number: int, task: Task) -> tuple[int, list[Record]]:
 
 def execute(task: Task) -> list[Record]:
     """The records of a task's runs; a run that raises has "error", one that cannot run here "skipped"."""
-    torch.set_num_threads(1)
-    random.seed(task.seeds[0])
-    np.random.seed(task.seeds[0])
-    torch.manual_seed(task.seeds[0])
-    experiment = module(task.name)
-    began = time.perf_counter()
-    try:
-        if hasattr(experiment, "run_together"):
-            metrics = experiment.run_together(task.config, task.seeds)
-        else:
-            metrics = [experiment.run(task.config, *task.seeds)]
-        found = [{"metrics": _json(one)} for one in metrics]
-    except Skip as reason:
-        found = [{"skipped": str(reason)} for _ in task.seeds]
-    except Exception:
-        found = [{"error": traceback.format_exc()} for _ in task.seeds]
-    seconds = (time.perf_counter() - began) / len(task.seeds)
+    experiment, found = module(task.name), list[dict[str, Any]]()
+    with ALONE:
+        torch.set_num_threads(1)
+        random.seed(task.seeds[0])
+        np.random.seed(task.seeds[0])
+        torch.manual_seed(task.seeds[0])
+        began = time.perf_counter()
+        try:
+            if hasattr(experiment, "run_together"):
+                metrics = experiment.run_together(task.config, task.seeds)
+            else:
+                metrics = [experiment.run(task.config, *task.seeds)]
+            found = [{"metrics": _json(one)} for one in metrics]
+        except Skip as reason:
+            found = [{"skipped": str(reason)} for _ in task.seeds]
+        except Exception:
+            found = [{"error": traceback.format_exc()} for _ in task.seeds]
+        seconds = (time.perf_counter() - began) / len(task.seeds)
     return [_record(task, seed, seconds) | one for seed, one in zip(task.seeds, found, strict=True)]
 
 
@@ -332,7 +365,7 @@ def seeds(text: str) -> tuple[int, ...]:
             first, last = text.split(":")
             found = tuple(range(int(first or 0), int(last)))
         else:
-            found = tuple(int(part) for part in text.split(","))
+            found = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
         found = ()
     if not found or min(found) < 0:
@@ -371,7 +404,13 @@ def arguments(line: Sequence[str] | None = None) -> tuple[argparse.Namespace, Op
     unknown = [name for name in found.names if name not in EXPERIMENTS]
     if unknown:
         parser.error(f"NAME must be one of {', '.join(EXPERIMENTS)}, got {', '.join(unknown)}.")
+    if found.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {found.jobs}.")
     results = found.results or Path("results") / found.preset
     keys = ("preset", "seeds", "device", "data", "jobs", "backend", "address", "again")
     chosen = {key: getattr(found, key) for key in keys}
-    return found, Options(results=results, only=tuple(found.only), **chosen)
+    options = Options(results=results, only=tuple(found.only), **chosen)
+    if options.only and not any(planned(name, options) for name in found.names or EXPERIMENTS):
+        wanted = ", ".join(f"{key}={value}" for key, value in options.only)
+        parser.error(f"--only must name fields and values of the variants, and none has {wanted}.")
+    return found, options

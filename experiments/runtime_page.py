@@ -7,9 +7,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import markdown, short
+from benchmarks.tables import short
 from experiments import page
-from experiments.page import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, STYLE, WIDTH
+from experiments.page import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, STYLE, WIDTH, markdown_table
 from experiments.runner import Record
 from experiments.runtime import HIDDEN, SLOW
 
@@ -223,7 +223,7 @@ made once).
 
 **{_answer(result)}**
 
-{_table(claims(result))}
+{markdown_table(claims(result))}
 
 "Faster" means in every group; "independent of stiffness" that |p| < {FLAT:g} in time ~ stiffness^p, by least squares over
 the dissipative networks.
@@ -266,19 +266,19 @@ y.square().sum().backward()
 
 ## {FAMILIES["size"][0]}
 
-{_table(rows(result, "size"))}
+{markdown_table(rows(result, "size"))}
 
 ## {FAMILIES["weights"][0]}
 
 State of {config["state"]}.
 
-{_table(rows(result, "weights"))}
+{markdown_table(rows(result, "weights"))}
 
 ## {FAMILIES["stiffness"][0]}
 
 State of {config["state"]}.
 
-{_table(rows(result, "stiffness"))}
+{markdown_table(rows(result, "stiffness"))}
 """
 
 
@@ -361,7 +361,3 @@ def _worst_gradient(result: dict[str, Any]) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2g}\N{NO-BREAK SPACE}%"
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    return markdown(list(rows[0]), [list(row.values()) for row in rows])

@@ -12,7 +12,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,17 +23,19 @@ from torch.nn.functional import softplus
 
 import torchdil as dil
 from benchmarks.scale import peak_bytes
-from benchmarks.timing import now
 from experiments.runner import Skip
 
 SWEEPS = ("unknowns", "parameters", "both")
 GROUP = 10  # unknowns of a group
 LEAST_HIDDEN = 5  # hidden units of a group; then a group's weights are 2 x 10 x 5 = 100
 BYTES = 8  # float64
-# Of a CPU: the largest D_y and D_θ, its D_y where D_θ grows, and the time for naive.
-CPU_LIMITS = {"max_unknowns": 10**6, "max_parameters": 10**7, "base_unknowns": 300, "seconds": 60.0}
-# Seconds: a longer call is not repeated, and a shorter one says little of the next size.
+# Of a CPU: the largest D_y and D_θ, and its D_y where D_θ grows.
+CPU_LIMITS = {"max_unknowns": 10**6, "max_parameters": 10**7, "base_unknowns": 300}
+# Seconds: calls are repeated until they took so long together, and a shorter one says little of the next size.
 SLOW, BRIEF = 10.0, 0.1
+# Of the messages of errors that are no OutOfMemoryError, such as cuBLAS's.
+FULL = ("ALLOC_FAILED", "out of memory", "can't allocate memory")
+JOBS = 1  # the most processes: runs measure time, and share one GPU
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,10 @@ class Config:
         runs: seeds.
         max_unknowns, max_parameters: the largest D_y and D_θ.
         base_unknowns, base_parameters: what stays where the other grows.
-        repeats: timed calls; their median counts.
-        seconds: naive is not tried where it would take longer, judged from the size before.
-        memory: bytes that naive may take; None: those of a GPU, or half of those of the machine.
+        repeats: timed calls, at least; their median counts.
+        timed: seconds of these calls together, at least.
+        seconds: naive is not tried where it would take longer, judged from the two sizes before.
+        memory: bytes that naive may take; None: those of a GPU, or half of those that are free.
         rtol: of CG.
     """
 
@@ -59,14 +63,15 @@ class Config:
     base_unknowns: int = 10**4
     base_parameters: int = 10**4
     repeats: int = 3
-    seconds: float = 600.0
+    timed: float = 0.7
+    seconds: float = 60.0
     memory: float | None = None
     rtol: float = 1e-8
 
     @staticmethod
     def preset(name: str) -> Config:
-        smoke = Config(max_unknowns=10**3, max_parameters=10**4, base_unknowns=100, repeats=1, seconds=0.2)
-        quick = Config(max_unknowns=10**5, max_parameters=10**5, base_unknowns=100, repeats=1, seconds=0.5)
+        smoke = Config(max_unknowns=10**3, max_parameters=10**4, base_unknowns=100, repeats=1, timed=0, seconds=0.2)
+        quick = Config(max_unknowns=10**5, max_parameters=10**5, base_unknowns=100, repeats=1, timed=0.05, seconds=0.5)
         return {"smoke": smoke, "quick": quick, "paper": Config(device="all")}[name]
 
 
@@ -120,70 +125,107 @@ def layer(unknowns: int, parameters: int, seed: int, device: str) -> Layer:
     return Layer(y.detach(), x, first, second, random(unknowns))
 
 
-def backward(problem: Layer, solver: dil.LinearSolver) -> tuple[Callable[[], tuple[Tensor, ...]], dil.Report]:
-    """The function that gives the gradients in x, W₁ and W₂, and the report it fills in."""
-    args = (problem.x, problem.first, problem.second)
-    solution = dil.argmin(energy, problem.y, args, solver=lambda _, y: y, linear_solver=solver, on_failure="raise")
-    loss = (solution.value * problem.v).sum()
-    return lambda: torch.autograd.grad(loss, args, retain_graph=True), solution.report
+class Pass:
+    """The backward by one solver: `gradients()` are those in x, W₁ and W₂.
+
+    Attributes:
+        peak: the most bytes that a call holds.
+        first: the gradients of the first call, which is not timed: it measures the memory.
+        times: of the other calls, seconds.
+    """
+
+    def __init__(self, config: Config, problem: Layer, solver: dil.LinearSolver):
+        self.config, self.scale, self.times = config, problem.v.norm(), list[float]()
+        args = (problem.x, problem.first, problem.second)
+        solution = dil.argmin(energy, problem.y, args, solver=lambda _, y: y, linear_solver=solver, on_failure="raise")
+        loss = (solution.value * problem.v).sum()
+        self.gradients: Callable[[], tuple[Tensor, ...]] = lambda: torch.autograd.grad(loss, args, retain_graph=True)
+        self.report, found = solution.report, list[tuple[Tensor, ...]]()
+        self.peak = _peak(config, lambda: found.append(self.gradients()))
+        self.first = found[0]
+
+    def time(self) -> None:
+        """One more call, unless there are enough."""
+        total = sum(self.times)
+        if (len(self.times) < self.config.repeats and total < SLOW) or total < self.config.timed:
+            self.report.backward = None  # it holds the Hessian
+            began = _clock(self.config)
+            self.gradients()
+            self.times.append(_clock(self.config) - began)
+
+    def numbers(self) -> dict[str, Any]:
+        """What was measured."""
+        assert self.report.backward is not None
+        stats = self.report.backward.stats
+        return {
+            "status": "converged",
+            "seconds": _short(statistics.median(self.times)),
+            "calls": len(self.times),
+            "peak": self.peak,
+            "steps": int(stats.steps),
+            "products": stats.products,
+            "residual": _short(float(stats.residual / self.scale)),
+        }
 
 
-def measure(config: Config, problem: Layer, solver: dil.LinearSolver) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-    """Time and memory of the backward, and its gradients."""
-    gradients, report = backward(problem, solver)
-    found: list[tuple[Tensor, ...]] = []
-    began = _clock(config)
-    peak = _peak(config, lambda: found.append(gradients()))
-    times = [_clock(config) - began]
-    if times[0] < SLOW:
-        times = []
-        for _ in range(config.repeats):
-            began = _clock(config)
-            gradients()
-            times.append(_clock(config) - began)
-    assert report.backward is not None
-    stats = report.backward.stats
-    numbers = {
-        "status": "converged",
-        "seconds": _short(statistics.median(times)),
-        "calls": len(times),
-        "peak": peak,
-        "steps": int(stats.steps),
-        "products": stats.products,
-        "residual": _short(float(stats.residual / problem.v.norm())),
-    }
-    return numbers, found[0]
+def in_turns(passes: Sequence[Pass]) -> None:
+    """Time all, so that what else the machine does meets them alike."""
+    calls = -1
+    while calls != (calls := sum(len(one.times) for one in passes)):
+        for one in passes:
+            one.time()
 
 
-def cell(config: Config, unknowns: int, parameters: int, seed: int, last: dict[str, Any] | None) -> dict[str, Any]:
-    """CG and naive at one size; `last` is the cell before, by which naive is judged before it is tried."""
-    problem = layer(unknowns, parameters, seed, config.device)
-    cg, by_cg = measure(config, problem, dil.CG(rtol=config.rtol))
-    naive = _refused(config, unknowns, parameters, last)
-    agreement = None
-    if naive is None:
-        try:
-            naive, by_naive = measure(config, problem, dil.Dense())
-            agreement = _short(_distance(by_cg, by_naive))
-        except torch.OutOfMemoryError:
-            naive = {"status": "out of memory", "needs": BYTES * unknowns**2, "expected_seconds": 0.0, "tried": True}
+def cell(config: Config, unknowns: int, parameters: int, seed: int, before: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """CG and naive at one size; by the cells before, naive is judged before it is tried."""
+    blocks, hidden = shape(unknowns, parameters)
+    full = {"status": "out of memory", "needs": BYTES * unknowns**2, "expected_seconds": 0.0, "tried": True}
+    found = {"unknowns": unknowns, "parameters": 2 * blocks * GROUP * hidden, "cg": full, "naive": full, "agreement": None}
+    with _memory_permitting(config):
+        problem = layer(unknowns, parameters, seed, config.device)
+        cg = Pass(config, problem, dil.CG(rtol=config.rtol))
+        refused = _refused(config, unknowns, parameters, before)
+        if refused is not None:
+            found["naive"] = refused
+        else:
+            with _memory_permitting(config):
+                naive = Pass(config, problem, dil.Dense())
+                in_turns((cg, naive))
+                found |= {"naive": naive.numbers(), "agreement": _short(_distance(cg.first, naive.first))}
+        in_turns((cg,))
+        found["cg"] = cg.numbers()
+    return found
+
+
+@contextmanager
+def _memory_permitting(config: Config) -> Iterator[None]:
+    """Leave where memory runs out; other errors are raised."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and not any(text in str(error) for text in FULL):
+            raise
+    finally:
         _give_back(config)
-    true = problem.first.numel() + problem.second.numel()
-    return {"unknowns": unknowns, "parameters": true, "cg": cg, "naive": naive, "agreement": agreement}
 
 
-def _refused(config: Config, unknowns: int, parameters: int, last: dict[str, Any] | None) -> dict[str, Any] | None:
+def _refused(config: Config, unknowns: int, parameters: int, before: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Why naive is not tried, with what it would need; None: it is."""
     hessian = BYTES * unknowns**2
+    grows, size = ("parameters", parameters) if config.sweep == "parameters" else ("unknowns", unknowns)
+    ran = [(one[grows], one["naive"]) for one in before if "seconds" in one["naive"]][-2:]
     needs, seconds = float(hessian), 0.0
-    if last is not None:
-        before, growth = last["naive"], unknowns / last["unknowns"]
-        rows = growth * parameters / last["parameters"]  # D_y products, O(D_θ) each
-        took = before.get("seconds", before.get("expected_seconds", 0.0))
-        seconds = took * max(growth**3, rows) if took > BRIEF else 0.0
-        needs = max(needs, before.get("peak", before.get("needs", 0.0)) * max(growth**2, rows))
+    if len(ran) == 2:
+        (n, earlier), (later_n, later) = ran
+
+        def expected(key: str) -> float:
+            power = math.log(later[key] / earlier[key]) / math.log(later_n / n)
+            return later[key] * (size / later_n) ** power
+
+        seconds = expected("seconds") if later["seconds"] > BRIEF else 0.0
+        needs = max(needs, expected("peak"))
     # A GPU says when it has no more: where the Hessian itself would fit, that is tried.
-    tried = config.device == "cuda" and config.sweep == "unknowns"
+    tried = _on_gpu(config) and config.sweep == "unknowns"
     if (hessian if tried else needs) > _memory(config):
         status = "out of memory"
     elif seconds > config.seconds:
@@ -205,48 +247,61 @@ def sizes(config: Config) -> list[tuple[int, int]]:
 
 def variants(config: Config) -> list[Config]:
     """Each sweep on each device."""
-    devices = ("cpu", "cuda") if config.device == "all" else (config.device,)
     found = []
-    for device in devices:
-        limits = {key: min(value, getattr(config, key)) for key, value in CPU_LIMITS.items()} if device == "cpu" else {}
-        found += [replace(config, sweep=sweep, device=device, **limits) for sweep in SWEEPS]
+    for device in ("cpu", "cuda") if config.device == "all" else (config.device,):
+        limits = {} if torch.device(device).type == "cuda" else CPU_LIMITS
+        least = {key: min(value, getattr(config, key)) for key, value in limits.items()}
+        found += [replace(config, sweep=sweep, device=device, **least) for sweep in SWEEPS]
     return found
 
 
 def run(config: Config, seed: int) -> dict[str, Any]:
-    """One sweep."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise Skip("The scale experiment up to 10⁷ unknowns needs a GPU: run it on one with --device cuda.")
+    """One sweep; a cell that is in several is measured in the first."""
+    if _on_gpu(config):
+        if not torch.cuda.is_available():
+            raise Skip("The scale experiment up to 10⁷ unknowns needs a GPU: run it on one with --device cuda.")
+        cell(config, 100, 1000, seed)  # the first use of a GPU loads its libraries
     cells: list[dict[str, Any]] = []
     for unknowns, parameters in sizes(config):
-        last = cells[-1] if cells else None
-        cells.append(cell(config, unknowns, parameters, seed, last))
+        key = replace(config, sweep=""), unknowns, parameters, seed
+        if key not in _measured:
+            _measured[key] = cell(config, unknowns, parameters, seed, cells)
+        cells.append(_measured[key])
     return {"memory": int(_memory(config)), "cells": cells}
 
 
+_measured: dict[tuple[Config, int, int, int], dict[str, Any]] = {}
+
+
+def _on_gpu(config: Config) -> bool:
+    return torch.device(config.device).type == "cuda"
+
+
 def _memory(config: Config) -> float:
+    """Bytes that naive may take."""
     if config.memory is not None:
         return config.memory
-    if config.device == "cuda":
-        return float(torch.cuda.get_device_properties(0).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+    if _on_gpu(config):
+        return torch.cuda.get_device_properties(config.device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2
 
 
 def _clock(config: Config) -> float:
     """Seconds: of the processor on a CPU, where others may be at work; of the wall on a GPU, after what it has to do."""
-    return now("cuda") if config.device == "cuda" else time.process_time()
+    if not _on_gpu(config):
+        return time.process_time()
+    torch.cuda.synchronize(config.device)
+    return time.perf_counter()
 
 
 def _peak(config: Config, work: Callable[[], object]) -> int:
     """The most bytes that `work` holds at a time beyond what there was before."""
-    if config.device != "cuda":
+    if not _on_gpu(config):
         return peak_bytes(work)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats(config.device)
+    before = torch.cuda.memory_allocated(config.device)
     work()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.max_memory_allocated(config.device) - before
 
 
 def _distance(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
@@ -257,7 +312,7 @@ def _distance(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
 
 def _give_back(config: Config) -> None:
     """Memory that the allocator holds for later, so that sizes do not meet what earlier ones left."""
-    if config.device == "cuda":
+    if _on_gpu(config):
         torch.cuda.empty_cache()
 
 

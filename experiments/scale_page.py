@@ -39,8 +39,18 @@ def _sweep(records: Sequence[Record], kind: str, sweep: str) -> list[dict[str, A
     return next(found, [])
 
 
+def _solved(records: Sequence[Record], kind: str, sweep: str) -> list[dict[str, Any]]:
+    """Those of these cells that CG had the memory for."""
+    return [cell for cell in _sweep(records, kind, sweep) if _ran(cell["cg"])]
+
+
 def _kinds(records: Sequence[Record]) -> list[str]:
     return [kind for kind in COLOURS if any(_kind(record) == kind for record in records)]
+
+
+def _sweeps(records: Sequence[Record]) -> list[str]:
+    there = {record["config"]["sweep"] for record in records}
+    return [sweep for sweep in SWEEPS if sweep in there]
 
 
 def _ran(one: dict[str, Any]) -> bool:
@@ -49,8 +59,7 @@ def _ran(one: dict[str, Any]) -> bool:
 
 def figures(records: Sequence[Record]) -> dict[str, Any]:
     """A figure for each sweep."""
-    there = {record["config"]["sweep"] for record in records}
-    return {sweep: figure(records, sweep) for sweep in SWEEPS if sweep in there}
+    return {sweep: figure(records, sweep) for sweep in _sweeps(records)}
 
 
 def figure(records: Sequence[Record], sweep: str) -> Any:
@@ -98,10 +107,10 @@ def crossing(cells: Sequence[dict[str, Any]]) -> float | None:
     return found
 
 
-def power(cells: Sequence[dict[str, Any]], method: str, key: str) -> float | None:
-    """p of time or memory ~ D_y^p over the larger half of the sizes that ran."""
-    points = [(cell["unknowns"], cell[method][key]) for cell in cells if _ran(cell[method])]
-    points = points[len(points) // 2 :]
+def power(cells: Sequence[dict[str, Any]], method: str) -> float | None:
+    """p of time ~ D_y^p over the last decade of the sizes that ran."""
+    points = [(cell["unknowns"], cell[method]["seconds"]) for cell in cells if _ran(cell[method])]
+    points = [(n, seconds) for n, seconds in points if 10 * n >= points[-1][0]]
     if len(points) < 2:
         return None
     x, y = zip(*((math.log(n), math.log(value)) for n, value in points), strict=True)
@@ -114,27 +123,36 @@ def answer(records: Sequence[Record]) -> str:
 
 
 def _on(records: Sequence[Record], kind: str) -> str:
-    cells = _sweep(records, kind, "unknowns")
+    cells = _solved(records, kind, "unknowns")
     if not cells:
         return ""
-    at, common = crossing(cells), [cell for cell in cells if _ran(cell["naive"])]
-    last, largest = common[-1], cells[-1]
+    common = [cell for cell in cells if _ran(cell["naive"])]
+    last = common[-1]
     ended = next((cell for cell in cells if not _ran(cell["naive"])), None)
-    ratio, memory = (last["naive"][key] / last["cg"][key] for key in ("seconds", "peak"))
-    begins = f"CG is faster than naive from about D_y = {at:.0f} on" if at else "CG and naive do not cross"
+    ratio, memory = (_two_digits(last["naive"][key] / last["cg"][key]) for key in ("seconds", "peak"))
     ends = f"naive ends at {_power(ended['unknowns'])} ({_why(ended['naive'])})" if ended else "naive does not end"
-    both = (_sweep(records, kind, "both") or cells)[-1]
-    most = max((cell for sweep in SWEEPS for cell in _sweep(records, kind, sweep)), key=lambda cell: cell["parameters"])
-    p = {method: power(cells, method, "seconds") for method in METHODS}
+    both = (_solved(records, kind, "both") or cells)[-1]
+    most = max((cell for sweep in SWEEPS for cell in _solved(records, kind, sweep)), key=lambda cell: cell["parameters"])
+    beside = f", naive {most['naive']['seconds']:.2g} s" if _ran(most["naive"]) else ""
+    p = {method: power(cells, method) for method in METHODS}
     grown = ", ".join(f"{METHODS[m][0]}'s as D_y^{value:.1f}" for m, value in p.items() if value is not None)
     return (
-        f"{_device(kind)}: {begins} (D_θ about {_power(largest['parameters'])}); at D_y = {_power(last['unknowns'])} naive "
-        f"takes {ratio:.3g} times the time and {memory:,.0f} times the memory, and {ends}. CG goes on to D_y = "
-        f"{_power(both['unknowns'])} with D_θ = {_power(both['parameters'])} in {both['cg']['seconds']:.2g} s and "
+        f"{_device(kind)}: {_begins(records, kind)}; at D_y = {_power(last['unknowns'])} with D_θ = "
+        f"{_power(last['parameters'])} naive takes {ratio} times the time and {memory} times the memory, and {ends}. CG goes "
+        f"on to D_y = {_power(both['unknowns'])} with D_θ = {_power(both['parameters'])} in {both['cg']['seconds']:.2g} s and "
         f"{_bytes(both['cg']['peak'])}; at D_θ = {_power(most['parameters'])} with D_y = {_power(most['unknowns'])} it takes "
-        f"{most['cg']['seconds']:.2g} s. Over the larger sizes times grow: {grown}. Gradients by CG and naive differ by at "
-        f"most {_worst(records, kind):.0e} (relative)."
+        f"{most['cg']['seconds']:.2g} s{beside}. Over the last tenfold of D_y times grow: {grown}. Gradients by CG and naive "
+        f"differ by at most {_worst(records, kind):.0e} (relative)."
     )
+
+
+def _begins(records: Sequence[Record], kind: str) -> str:
+    """From where CG is faster, in both sweeps of D_y."""
+    cells = {sweep: _solved(records, kind, sweep) for sweep in ("unknowns", "both")}
+    where = {"unknowns": f"D_θ about {_power(cells['unknowns'][-1]['parameters'])}", "both": "D_θ = 10 D_y"}
+    found = {sweep: crossing(some) for sweep, some in cells.items()}
+    seen = [f"{_two_digits(at)} ({where[sweep]})" for sweep, at in found.items() if at is not None]
+    return f"CG is faster than naive from about D_y = {' and '.join(seen)} on" if seen else "CG and naive do not cross"
 
 
 def _worst(records: Sequence[Record], kind: str) -> float:
@@ -153,14 +171,14 @@ def verdicts(records: Sequence[Record]) -> tuple[page.Verdict, ...]:
     """The headline, CG against naive, and what CG loses."""
     found = []
     for kind in _kinds(records):
-        cells = _sweep(records, kind, "unknowns")
+        cells = _solved(records, kind, "unknowns")
         if not cells:
             continue
         runs = len({record["seed"] for record in records if _kind(record) == kind})
-        both = (_sweep(records, kind, "both") or cells)[-1]
+        both = (_solved(records, kind, "both") or cells)[-1]
         common = [cell for cell in cells if _ran(cell["naive"])]
         ratios = [cell["naive"]["seconds"] / cell["cg"]["seconds"] for cell in common]
-        converged = all(cell["cg"]["status"] == "converged" for cell in cells)
+        converged = all(cell["cg"]["status"] == "converged" for s in SWEEPS for cell in _sweep(records, kind, s))
         found += [
             page.Verdict(
                 f"Scales to heavily parameterised layers with a large output, {_device(kind)}",
@@ -173,8 +191,8 @@ def verdicts(records: Sequence[Record]) -> tuple[page.Verdict, ...]:
             page.Verdict(
                 f"CG's time against naive's as D_y grows, {_device(kind)}",
                 "CG is faster for large D_y",
-                f"naive / CG: {ratios[0]:.2g} at D_y = {common[0]['unknowns']}, {ratios[-1]:.3g} at "
-                f"{_power(common[-1]['unknowns'])}; equal at {crossing(cells) or math.nan:.0f}",
+                f"naive / CG: {_two_digits(ratios[0])} at D_y = {common[0]['unknowns']}, {_two_digits(ratios[-1])} at "
+                f"{_power(common[-1]['unknowns'])}; {_begins(records, kind)}",
                 runs,
                 "reproduced" if ratios[-1] > max(1, ratios[0]) else "not reproduced",
             ),
@@ -194,17 +212,18 @@ def rows(records: Sequence[Record], kind: str, sweep: str) -> list[dict[str, Any
     table = []
     for cell in _sweep(records, kind, sweep):
         cg, naive = cell["cg"], cell["naive"]
+        solved = _ran(cg)
         table.append(
             {
                 "D_y": f"{cell['unknowns']:,}",
                 "D_θ": f"{cell['parameters']:,}",
-                "CG": _seconds(cg["seconds"]),
-                "its memory": _bytes(cg["peak"]),
-                "its steps": cg["steps"],
-                "its residual": f"{cg['residual']:.0e}",
+                "CG": _seconds(cg["seconds"]) if solved else cg["status"],
+                "its memory": _bytes(cg["peak"]) if solved else "-",
+                "its steps": cg["steps"] if solved else "-",
+                "its residual": f"{cg['residual']:.0e}" if solved else "-",
                 "naive": _seconds(naive["seconds"]) if _ran(naive) else naive["status"],
                 "naive's memory": _bytes(naive["peak"]) if _ran(naive) else f"({_bytes(naive['needs'])})",
-                "naive / CG": f"{naive['seconds'] / cg['seconds']:.2g}" if _ran(naive) else "-",
+                "naive / CG": _two_digits(naive["seconds"] / cg["seconds"]) if _ran(naive) and solved else "-",
                 "gradients differ by": "-" if cell["agreement"] is None else f"{cell['agreement']:.0e}",
             }
         )
@@ -234,7 +253,7 @@ def text(records: Sequence[Record]) -> str:
     config = records[0]["config"]
     memory = {_kind(record): record["metrics"]["memory"] for record in records}
     limits = " and ".join(f"{_bytes(memory[kind])} ({_device(kind)})" for kind in _kinds(records))
-    shown = "\n\n".join(f"![{TITLES[name]}](scale-{name}.svg)" for name in figures(records))
+    shown = "\n\n".join(f"![{TITLES[name]}](scale-{name}.svg)" for name in _sweeps(records))
     blocks = "\n\n".join(
         f"## {_device(kind)}: {TITLES[sweep][0].lower()}{TITLES[sweep][1:]}\n\n{_table(rows(records, kind, sweep))}"
         for kind in _kinds(records)
@@ -243,7 +262,7 @@ def text(records: Sequence[Record]) -> str:
     )
     return f"""# Scale
 
-{page.origin("scale", records)}
+{page.origin("scale", records)} A run is one of three sweeps, all with one seed.
 
 The paper's headline: implicit layers that are heavily parameterised and have a large output. Here: time and memory of one
 backward pass, by CG (`linear_solver=dil.CG(rtol={config["rtol"]:g})`) and naive (`linear_solver=dil.Dense()`, which builds the
@@ -258,14 +277,19 @@ unknowns, with a shuffle of the hidden units between them; groups share weights 
 hidden units where there are many, so that D_y and D_θ are set independently and a product with the Hessian is O(D_y + D_θ).
 The gradient is in x, W₁ and W₂. The solution is chosen, and x made to fit, so that the forward solve costs nothing.
 
-*Time* is the median of {config["repeats"]} backward passes (processor time on a CPU, wall time on a GPU; one pass where it
-takes more than {SLOW:g} s). *Memory* is the peak of what a pass allocates beyond what the forward left, the gradient itself
-included. Naive is not tried where it would exceed the memory or take too long, judged from the size before: the time by the
-cube of D_y, the memory by its square, or both by D_y D_θ; what it would need is in brackets. It may take {limits}. Where the
-output grows, a GPU tries it as long as the Hessian alone would fit.
+*Time* is the median of at least {config["repeats"]} backward passes that take {config["timed"]:g} s together (fewer where they
+take more than {SLOW:g} s), CG and naive in turns; processor time on a CPU, wall time on a GPU. *Memory* is the peak of what
+another pass allocates beyond what the forward left, the gradient itself included. A size in two sweeps is measured once. Naive
+is not tried where it would exceed the memory or take more than {config["seconds"]:g} s, judged from the two sizes before by the
+power law through them; what it would need is in brackets. It may take {limits}. Where the output grows, a GPU tries it as long
+as the Hessian alone would fit.
 
 {blocks}
 """
+
+
+def _two_digits(number: float) -> str:
+    return f"{float(f'{number:.2g}'):,.15g}"
 
 
 def _seconds(seconds: float) -> str:

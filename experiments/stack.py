@@ -61,7 +61,7 @@ def clip(model: nn.Module, largest: float | None) -> Tensor:
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     norm = sum(g.flatten(1).square().sum(dim=1) for g in grads).sqrt()
     finite = norm.isfinite()
+    share = torch.ones_like(norm) if largest is None else largest / norm.clamp_min(largest)
     for grad in grads:
-        scaled = grad if largest is None else choose(finite, (largest / norm.clamp_min(largest)).view(-1, 1, 1) * grad, 0.0)
-        grad.copy_(choose(finite, scaled, 0.0))
+        grad.copy_(choose(finite, share.view(-1, 1, 1) * grad, 0.0))
     return finite

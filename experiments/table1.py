@@ -55,10 +55,10 @@ PROTOCOL: dict[str, dict[str, Any]] = {
     },
 }
 COMMON: dict[str, Any] = {"last_rate": 1.0, "clip": None, "batch": None, "window": (1, 1), "given": 1, "latent": None}
-# Where side by side is faster although single runs are fast there.
+# Where side by side is faster on CMU Walking, as `experiments.table1_speed` measures it.
 SIDE_BY_SIDE = {("cmu", DOPRI5): 10, ("cmu", CG): 10}
-# The methods of CMU Walking for a short look, since its iterations take longest.
-FEW = (BACKWARD, NAIVE)
+# Of `Config.ablations`: CMU Walking, whose iterations take longest, with these methods only, for a short look.
+FEWER, FEW = "fewer", (BACKWARD, NAIVE)
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,10 @@ class Config:
     """One cell of the table; the fields that are None are those of the task in `PROTOCOL`, and `variants` fills them in.
 
     Attributes:
-        task: one of `TASKS`; None: all.
-        method: one of `METHODS`; None: all.
-        ablations: whether `variants` has the ablations, too; None: nor all of CMU Walking, but `FEW` of it.
+        task: one of `TASKS`.
+        method: one of `METHODS`.
+        ablations: which cells `variants` makes; True: the table and the ablations, False: the table, `FEWER`: `FEW` methods of
+            CMU Walking and the rest of the table. A cell itself has False.
         runs: seeds 0 .. runs - 1.
         together: how many seeds are trained side by side at most.
         iterations: of Adam.
@@ -81,7 +82,7 @@ class Config:
         hidden: units of the hidden layers of every network.
         given: frames that are given, to make the first state of.
         latent: size of the state behind an encoder; None: the state is the frame.
-        a11: of the Spiral. The paper prints -1, with which forward Euler is the best, the reverse of its table.
+        a11: of the Spiral. The paper prints -1; in trial runs forward Euler was the best with it, the reverse of its table.
         substeps: solver steps a frame.
         adjoint: how the adjoint knows y on its way back: "reverse" (integrated) or "stored".
         on_failure: what becomes of the gradient of a sample whose solve failed, as in `dil.odeint`.
@@ -93,7 +94,7 @@ class Config:
 
     task: str | None = None
     method: str | None = None
-    ablations: bool | None = False
+    ablations: bool | str = False
     runs: int | None = None
     together: int | None = None
     iterations: int | None = None
@@ -124,7 +125,7 @@ class Config:
     def preset(name: str) -> Config:
         smoke = Config(runs=2, iterations=4, validate_every=2, warm_up=0, window=(2, 3), hidden=(8,))
         # Windows keep their first length: the library prepares for each.
-        quick = Config(runs=2, iterations=40, validate_every=20, warm_up=20, growth=1e6, ablations=None)
+        quick = Config(runs=2, iterations=40, validate_every=20, warm_up=20, growth=1e6, ablations=FEWER)
         return {"smoke": smoke, "quick": quick, "paper": Config(ablations=True)}[name]
 
 
@@ -142,14 +143,13 @@ def settled(config: Config, **changes: Any) -> Config:
 def variants(config: Config) -> list[Config]:
     """The cells of the table, and the ablations: shorter steps, a stored trajectory for the adjoint, the Spiral as printed."""
     cells = [(task, method, {}) for task in TASKS for method in METHODS]
-    if config.ablations is None:
+    if config.ablations == FEWER:
         cells = [cell for cell in cells if cell[0] != "cmu" or cell[1] in FEW]
-    if config.ablations:
+    elif config.ablations:
         cells += [("vdp", method, {"substeps": 4}) for method in (FORWARD, BACKWARD, NAIVE)]
         cells += [("vdp", BACKWARD, {"adjoint": "stored"})]
         cells += [("spiral", method, {"a11": -1.0}) for method in (FORWARD, BACKWARD, CG)]
-    chosen = [cell for cell in cells if config.task in (None, cell[0]) and config.method in (None, cell[1])]
-    return [settled(config, task=task, method=method, ablations=False, **changes) for task, method, changes in chosen]
+    return [settled(config, task=task, method=method, ablations=False, **changes) for task, method, changes in cells]
 
 
 def run(config: Config, seed: int) -> dict[str, Any]:
@@ -162,8 +162,8 @@ def run_together(config: Config, seeds: Sequence[int]) -> list[dict[str, Any]]:
 
     A run has the mean squared errors of the roll-outs: "test" of the model with the best validation, "validation" its own,
     "last" the test of the last model; with several validation sequences "test_by_median", where the median over them chooses.
-    A number that is missing is not finite. "curve" has them at every validation, with the seconds of training a run until then;
-    "failed_forward" and "failed_backward" count the samples whose solve failed in training.
+    None: there is no such model, or its roll-out failed. "curve" has them at every validation, with the seconds of training a
+    run until then; "failed_forward" and "failed_backward" count the samples whose solve failed in training.
     """
     training = Training(settled(config), seeds)
     for iteration in range(training.config.iterations):

@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
     Attributes:
         mean, error: over the runs that did not fail, and its standard error; None if there are none.
         median: over all runs, one that failed being the worst.
-        values: by seed; None: it failed, that is, training diverged or the roll-out did.
+        values: by seed; None: it failed, that is, no model could be chosen, or its roll-out stopped on its way.
     """
 
     mean: float | None
@@ -90,14 +90,9 @@ def within(cell: Cell, iterations: int) -> Outcome:
     values: dict[int, float | None] = {}
     for run in cell.runs:
         curve = run["metrics"]["curve"]
-        rows = [
-            row
-            for row in zip(*(curve[key] for key in ("iteration", "validation", "test")), strict=True)
-            if row[0] <= iterations
-        ]
-        usable = [row for row in rows if row[0] >= cell.config["warm_up"] and row[1] is not None]
-        lost = run["metrics"]["diverged"] and rows[-1:] and rows[-1][2] is None
-        values[run["seed"]] = None if lost or not usable else min(usable, key=lambda row: row[1])[2]
+        rows = zip(*(curve[key] for key in ("iteration", "validation", "test")), strict=True)
+        usable = [row for row in rows if cell.config["warm_up"] <= row[0] <= iterations and row[1] is not None]
+        values[run["seed"]] = min(usable, key=lambda row: row[1])[2] if usable else None
     return summary(values)
 
 
@@ -105,13 +100,19 @@ def summary(values: dict[int, float | None]) -> Outcome:
     """Of the errors of some runs."""
     there = [value for value in values.values() if value is not None]
     error = statistics.stdev(there) / math.sqrt(len(there)) if len(there) > 1 else 0.0
-    median = statistics.median(math.inf if value is None else value for value in values.values())
+    median = statistics.median(math.inf if value is None else value for value in values.values()) if values else math.inf
     return Outcome(statistics.fmean(there) if there else None, error, median, values)
 
 
+def stacks(cell: Cell) -> str:
+    """How many runs were trained side by side."""
+    return "/".join(str(size) for size in sorted({run["metrics"]["stack"] for run in cell.runs}))
+
+
 def _value(metrics: dict[str, Any], rule: str) -> float | None:
-    lost = metrics["diverged"] or metrics.get(f"{rule}_failed", False)
-    return None if lost else metrics.get(rule)
+    # What was chosen before a training diverged is a model like others. Without a validation that ended, none was chosen.
+    lost = metrics["diverged"] if rule == "last" else metrics["validation"] is None
+    return None if lost or metrics.get(f"{rule}_failed", False) else metrics[rule]
 
 
 def number(value: float | None) -> str:
@@ -155,19 +156,23 @@ def curves(task: str, methods: dict[str, Cell]) -> Any:
         fig = Figure(figsize=(WIDTH, 6.8))
         axes = fig.subplots(2, 1, sharey=True)
         seen = []
+        sizes = {method: stacks(cell) for method, cell in methods.items()}
+        unequal = len(set(sizes.values())) > 1
         for method, cell in methods.items():
             colour, line = LOOKS[method]
+            label = f"{method} ({sizes[method]})" if unequal else method
             found = _curve(cell)
             seen += found["middle"]
             for ax, key in zip(axes, ("iteration", "seconds"), strict=True):
-                ax.plot(found[key], found["middle"], line, color=colour, linewidth=1.7, label=method)
+                ax.plot(found[key], found["middle"], line, color=colour, linewidth=1.7, label=label)
                 if method in BANDS:
                     ax.fill_between(found[key], found["low"], found["high"], color=colour, alpha=0.15, linewidth=0)
         finite = [value for value in seen if math.isfinite(value)]
         if finite:  # a band that leaves the picture would squeeze the lines
             axes[0].set_ylim(0.7 * min(finite), min(2 * max(finite), 300 * statistics.median(finite)))
         axes[0].set(xlabel="iterations", title=f"{NAMES[task]}: test error, median of the runs")
-        axes[1].set(xlabel="seconds of training a run", xscale="log")
+        aside = "\n(in brackets: runs side by side)" if unequal else ""
+        axes[1].set(xlabel=f"seconds of training a run{aside}", xscale="log")
         for ax in axes:
             ax.set(yscale="log", ylabel="mean squared error")
             low, high = ax.get_ylim()
@@ -182,14 +187,17 @@ def curves(task: str, methods: dict[str, Cell]) -> Any:
 
 
 def _curve(cell: Cell) -> dict[str, list[float]]:
-    """Quartiles of the test error at each validation, a run that failed being the worst, and the median time until there."""
+    """Quartiles of the test error at each validation, a run that failed being the worst, and the median time until there.
+
+    Runs that all ended early have a last validation of their own, at which the others have none: what most have is shown.
+    """
     points: dict[int, list[tuple[float, float]]] = {}
     for run in cell.runs:
         curve = run["metrics"]["curve"]
         for iteration, seconds, test in zip(curve["iteration"], curve["seconds"], curve["test"], strict=True):
             points.setdefault(iteration, []).append((seconds, math.inf if test is None else test))
     found: dict[str, list[float]] = {key: [] for key in ("iteration", "seconds", "low", "middle", "high")}
-    for iteration in sorted(points):
+    for iteration in sorted(key for key, some in points.items() if 2 * len(some) > len(cell.runs)):
         times, tests = zip(*points[iteration], strict=True)
         # A run that ended early is missing: it failed.
         ordered = sorted([*tests, *[math.inf] * (len(cell.runs) - len(tests))])

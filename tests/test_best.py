@@ -75,15 +75,15 @@ def test_roll_out_that_fails_is_never_chosen():
 def test_chosen_field_is_that_of_the_smallest_validation_error():
     split = motion.van_der_pol()
     config = replace(SMOKE, stages=((1, 40), (2, 10)), check=10)
-    choice, curve = best.fit(config, 1, split, seed=0)
+    choice, curve = best.fit(config, 1, 0.0, split, seed=0)
     assert len(curve) == 5 and choice.validation == min(curve)
     assert best.roll_out_error(choice.field, split.validation[0]) == pytest.approx(choice.validation, rel=1e-9)
 
 
 def test_test_points_have_no_influence_on_what_is_chosen():
     split = motion.spiral(-0.1)
-    first, _ = best.fit(SMOKE, 1, split, seed=0)
-    second, _ = best.fit(SMOKE, 1, split._replace(test=torch.full_like(split.test, math.nan)), seed=0)
+    first, _ = best.fit(SMOKE, 1, 0.0, split, seed=0)
+    second, _ = best.fit(SMOKE, 1, 0.0, split._replace(test=torch.full_like(split.test, math.nan)), seed=0)
     assert first[:4] == second[:4]
 
 
@@ -164,7 +164,7 @@ def test_variants_are_the_table_and_the_cross_validations():
 def test_run_tells_what_was_chosen(task):
     found = best.run(replace(SMOKE, task=task), seed=0)
     assert found["validation"] == min(found["validation_by_degree"].values()) and found["test"] > 0
-    assert found["degree"] in SMOKE.degrees and (found["window"], found["iteration"]) in ((1, 4), (2, 4))
+    assert found["degree"] == 1 and (found["window"], found["iteration"]) in ((1, 4), (2, 4))
 
 
 def test_page_has_mean_standard_error_and_median():
@@ -173,7 +173,9 @@ def test_page_has_mean_standard_error_and_median():
     (row,) = best_page.rows(records)
     assert row["test MSE"] == "0.3 ± 0.15" and row["median"] == "0.2" and row["largest"] == "0.6" and row["runs"] == 3
     (verdict,) = best_page.verdicts(records)
-    assert verdict.verdict == "better" and verdict.ours == row["test MSE"] and verdict.runs == 3
+    assert verdict.verdict == "unfinished" and verdict.ours == row["test MSE"] and verdict.runs == 3
+    all_runs = [records[k % 3] | {"seed": k} for k in range(best.RUNS["vdp"])]
+    assert best_page.verdicts(all_runs)[0].verdict == "better"
     records[0]["metrics"]["test"] = None
     assert best_page.rows(records)[0]["test MSE"] == "1 of 3 failed" and best_page.verdicts(records)[0].verdict != "better"
 

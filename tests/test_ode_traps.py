@@ -158,3 +158,34 @@ def test_inside_checkpointing_of_torch(settings):
 def test_the_first_step_has_the_sign_of_the_way():
     with pytest.raises(ValueError, match="first_step"):
         odeint(lambda t, y: -y, real([1.0]), real([0.0, 1.0]), method="kvaerno5", options={"first_step": -0.1})
+
+
+def test_errors_of_the_first_steps_count_though_the_last_ones_are_huge():
+    """y doubles in each step, up to 1e30; the first five steps are off by a hundredth."""
+    calls = []
+
+    def solver(fn, y):
+        calls.append(None)
+        return -2 * fn(torch.zeros_like(y)) * (1.01 if len(calls) <= 5 else 1.0)  # y_n = y_{n-1} + 0.5 y_n
+
+    t = torch.linspace(0, 10, 101, dtype=torch.float64)
+    solution = dil.ode.solve(lambda t, y: 5 * y, t.new_ones(1, 1), t, batch_dims=1, solver=solver, on_failure="ignore")
+    assert solution.status.tolist() == [dil.Status.not_stationary]
+    calls += [None] * 5
+    solution = dil.ode.solve(lambda t, y: 5 * y, t.new_ones(1, 1), t, batch_dims=1, solver=solver, on_failure="ignore")
+    assert solution.status.tolist() == [dil.Status.converged]
+
+
+def test_a_residual_that_comes_down_from_an_explosion_is_not_about_to_be_small():
+    """What the iterations on a fitted cubic field left, which were once called converged at states of 1e51."""
+    told = iter([0.07, 1.8, 7e3, 4e14, 9e44, 1e16, 5e15, 4e15, 4e15])
+
+    class Scripted:
+        small, even, stride = False, True, 1
+
+        def refresh(self, y, mask, stride):
+            return y, y.new_full((2, 1), next(told)), y
+
+    y = torch.ones(1, 4, dtype=torch.float64)
+    result, failed = dil.ode.WholeTrajectory(max_steps=9)._iterate(Scripted(), y, y[:, 0], None)
+    assert failed and result.status.tolist() == [dil.Status.stagnated]

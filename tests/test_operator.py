@@ -61,10 +61,43 @@ def test_products_fall_back_where_rules_are_missing(strategy):
     torch.testing.assert_close(operator.dense(), torch.diag_embed(3 * POINT**2))
 
 
-def test_dense_in_chunks(monkeypatch):
-    whole = Operator(root, POINT, False).dense()
-    monkeypatch.setattr(operator_module, "_DENSE_CHUNK", 2 * POINT.numel())
-    torch.testing.assert_close(Operator(root, POINT, False).dense(), whole)
+@pytest.mark.parametrize("limits", [{"_DENSE_ROWS": 1}, {"_DENSE_ROWS": 4}, {"_DENSE_CHUNK": 2 * POINT.numel()}], ids=str)
+@pytest.mark.parametrize(("fn", "symmetric"), FUNCTIONS)
+def test_dense_in_batches_of_rows_has_the_columns_of_mv(fn, symmetric, limits, monkeypatch):
+    for name, value in limits.items():
+        monkeypatch.setattr(operator_module, name, value)
+    operator, batches = Operator(fn, POINT, symmetric), []
+    rows = operator.rows
+    monkeypatch.setattr(operator, "rows", lambda vectors: batches.append(len(vectors)) or rows(vectors))
+    J = operator.dense()
+    most = limits.get("_DENSE_ROWS", 2)
+    assert sum(batches) == 6 and max(batches) == most
+    columns = [operator.mv(unit.expand(4, 6)) for unit in torch.eye(6, dtype=torch.float64)]
+    torch.testing.assert_close(J, torch.stack(columns, dim=2))
+
+
+def test_dense_takes_fewer_rows_at_a_time_where_the_function_has_many_weights(monkeypatch):
+    batches = []
+    for arguments in ((), (torch.empty(operator_module._DENSE_CHUNK // 3),)):
+        operator = Operator(root, POINT, False)
+        operator.bound = (root, arguments)
+        rows = operator.rows
+        monkeypatch.setattr(operator, "rows", lambda vectors, rows=rows: batches.append(len(vectors)) or rows(vectors))
+        torch.testing.assert_close(operator.dense(), per_sample_jacobian(root, POINT))
+    assert batches == [6, 3, 3]
+
+
+def test_running_out_of_memory_is_not_taken_for_a_missing_batching_rule(monkeypatch):
+    operator = Operator(root, POINT, False)
+    operator.graph()
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(torch.autograd, "grad", full)
+    monkeypatch.setattr(operator_module, "_vjp", lambda y, F, p: torch.zeros_like(p))
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        operator.dense()
 
 
 def test_diagonal():

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,6 +20,12 @@ from experiments.runner import Options, Store
 
 TOY = "toy_experiment"
 TESTS = Path(__file__).parent
+
+
+class Stacked(NamedTuple):
+    """A configuration of which so many seeds are trained together."""
+
+    together: int
 
 
 @pytest.fixture
@@ -49,7 +56,7 @@ def test_a_run_is_one_line_with_all_that_is_known_of_it(tmp_path, counts):
     assert [record["seed"] for record in records] == [0, 1, 2, 3]
     first = records[0]
     assert set(first) == {"experiment", "config", "seed", "versions", "device", "machine", "seconds", "metrics"}
-    assert first["config"] == {"method": "good", "pause": 0.0}
+    assert first["config"] == {"method": "good", "pause": 0.0, "device": "cpu"}
     assert first["versions"]["torch"] == torch.__version__
     assert first["metrics"]["infinite"] is None  # JSON has no infinity
 
@@ -92,13 +99,40 @@ def test_a_run_that_raises_is_reported_and_resumed(tmp_path, counts, monkeypatch
     assert made(counts) == {"raises-0": 1, "raises-1": 2, "raises-2": 1, "raises-3": 1}
 
 
+def test_a_run_that_fails_does_not_replace_one_that_finished(tmp_path):
+    store = Store(tmp_path, "x")
+    good, bad = ({"config": {}, "seed": 0} | part for part in ({"metrics": {"a": 1}}, {"error": "a line\u2028and another"}))
+    store.add([bad])
+    assert store.records() == [bad]
+    store.add([good])
+    store.add([bad])
+    assert store.records() == [good]
+    store.add([good | {"metrics": {"a": 2}}])
+    assert store.records()[0]["metrics"] == {"a": 2}
+
+
+def test_seeds_are_stacked_as_many_as_the_configuration_says(monkeypatch, counts):
+    toy = runner.module(TOY)
+    seen = []
+
+    def run_together(config, seeds):
+        seen.append(tuple(seeds))
+        return [{"seed": seed} for seed in seeds]
+
+    monkeypatch.setattr(toy, "run_together", run_together, raising=False)
+    missing = [(Stacked(3), seed) for seed in (0, 1, 4, 6)] + [(Stacked(1), 0), (Stacked(1), 1)]
+    assert [task.seeds for task in runner.tasks(TOY, missing)] == [(0, 1, 4), (6,), (0,), (1,)]
+    records = runner.execute(runner.Task(TOY, toy.Config(), (2, 5)))
+    assert seen == [(2, 5)] and [record["metrics"]["seed"] for record in records] == [2, 5]
+
+
 def test_a_killed_process_costs_its_own_run_alone(tmp_path, counts, monkeypatch):
     monkeypatch.setenv("TOY_METHOD", "dies")
     records, said = run(Options("paper", tmp_path, jobs=2, only=(("method", "dies"),)))
     assert [record["seed"] for record in runner.finished(records)] == [0, 2, 3]
     (failed,) = [record for record in records if "error" in record]
-    assert failed["seed"] == 1 and "killed" in failed["error"]
-    assert "did not end: TerminatedWorkerError" in said
+    assert failed["seed"] == 1 and "was lost: TerminatedWorkerError" in failed["error"]
+    assert "were lost and are tried again: TerminatedWorkerError" in said
 
 
 def test_what_cannot_run_here_is_skipped_with_its_sentence(tmp_path, counts, monkeypatch):
@@ -150,7 +184,7 @@ def test_runs_go_to_a_dask_cluster(tmp_path, counts):
     assert 1 <= len({record["metrics"]["pid"] for record in records} - {os.getpid()}) <= 2
 
 
-@pytest.mark.parametrize(("text", "expected"), [("0:3", (0, 1, 2)), (":2", (0, 1)), ("4", (4,)), ("0,3,7", (0, 3, 7))])
+@pytest.mark.parametrize(("text", "expected"), [("0:3", (0, 1, 2)), (":2", (0, 1)), ("4", (4,)), ("3,0,7,3", (0, 3, 7))])
 def test_seeds_on_the_command_line(text, expected):
     assert runner.seeds(text) == expected
 
@@ -162,6 +196,9 @@ def test_seeds_on_the_command_line(text, expected):
         (["--seeds", "a"], 'expected seeds such as "0:5"'),
         (["--only", "task"], "expected FIELD=VALUE"),
         (["keppler"], "NAME must be one of kepler, table1"),
+        (["--jobs", "0"], "--jobs must be at least 1, got 0."),
+        (["table1", "--only", "taks=cmu"], "none has taks=cmu."),
+        (["kepler", "--only", "nonsense=None"], "none has nonsense=None."),
     ],
 )
 def test_a_wrong_command_line_gets_a_sentence(line, expected, capsys):

@@ -21,12 +21,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 Product = Callable[[Tensor], Tensor]
 STRATEGIES = ("backward", "forward", "traced", "measure")
 
-# Rows of the Jacobian computed in one batched product: at most this many numbers at a time.
-_DENSE_CHUNK = 2**24
+# Of the rows of the Jacobian that are computed in one batched product: at most this many, and this many numbers. More are no
+# faster, and a batched product may copy the weights for each of its rows.
+_DENSE_ROWS = 128
+_DENSE_CHUNK = 2**22
 # Tracing costs once what is divided over the products of a solve; this many are assumed when strategies are timed.
 _ASSUMED_PRODUCTS = 50
 
@@ -116,10 +119,15 @@ class Operator:
     def dense(self) -> Tensor:
         """J as a (B, n, n) tensor: all rows in batched products, in chunks that bound the memory."""
         samples, n = self.shape
-        eye = torch.eye(n, dtype=self.y.dtype, device=self.y.device)
-        chunk = max(1, _DENSE_CHUNK // max(1, samples * n))
-        rows = [self.rows(eye[i : i + chunk].unsqueeze(1).expand(-1, samples, -1)) for i in range(0, n, chunk)]
-        return torch.cat(rows).transpose(0, 1)
+        tensors = () if self.bound is None else pytree.tree_leaves(self.bound[1])
+        weights = sum(t.numel() for t in tensors if isinstance(t, Tensor))
+        chunk = max(1, min(_DENSE_ROWS, _DENSE_CHUNK // max(1, samples * n, weights)))
+        J = self.y.new_empty(n, samples, n)
+        for i in range(0, n, chunk):
+            units = self.y.new_zeros(min(chunk, n - i), n)
+            units.diagonal(i).fill_(1)
+            J[i : i + chunk] = self.rows(units.unsqueeze(1).expand(-1, samples, -1))
+        return J.transpose(0, 1)
 
     def rows(self, vectors: Tensor) -> Tensor:
         """Jᵀ p for k vectors at once, (k, B, n) -> (k, B, n)."""
@@ -127,8 +135,12 @@ class Operator:
         self.products += len(vectors)
         if not F.requires_grad:
             return torch.zeros_like(vectors)
+        if len(vectors) == 1:
+            return _vjp(y, F, vectors[0]).unsqueeze(0)
         try:
             (rows,) = torch.autograd.grad(F, y, vectors, retain_graph=True, is_grads_batched=True, materialize_grads=True)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:  # an operation without a batching rule, e.g. a custom Function
             rows = torch.stack([_vjp(y, F, v) for v in vectors])
         return rows.expand_as(vectors)  # zeros come without the batch of rows where F does not depend on y

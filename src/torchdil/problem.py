@@ -61,6 +61,10 @@ class Statement(ABC):
         with torch.no_grad():
             return batch.norm(operator.rmv(change))
 
+    def counted(self, F: Tensor, y: Tensor, start: Tensor | None, operator: Operator | None = None) -> Tensor:
+        """What is compared with that size, (B,): the norm of F, parts of which may weigh more where the size is not theirs."""
+        return batch.norm(F)
+
     def quick_size(self, y: Tensor, start: Tensor | None) -> Tensor | None:
         """A lower bound of that size which costs no product, if there is one: an F that is small against it needs no other."""
         return None

@@ -286,17 +286,19 @@ class Setting:
     def judge(self, result: Result, point: Point, start: Tensor | None, rtol: float, atol: float) -> Result:
         """The result with ‖F‖ at its value, and the status that follows from it."""
         with torch.no_grad(), no_tangents():
-            y, residual = result.value, batch.norm(point.F.detach())
+            y, F = result.value, point.F.detach()
             status, size = result.status, self.statement.quick_size(y, start)
+            residual = batch.norm(F)
             stats = replace(result.stats, residual=residual, norm=batch.norm(y))
             stats.products, stats.advice = self.calls + result.stats.products, self.statement.advice
             if size is not None:
                 stats.tolerance = (rtol * size).clamp_min(atol)
-                if bool(((residual <= stats.tolerance) & (status == Status.converged)).all()):  # then y is finite, too
+                met = self.statement.counted(F, y, start) <= stats.tolerance
+                if bool((met & (status == Status.converged)).all()):  # then y is finite, too
                     return Result(y, status, stats)
             full = self.statement.size(point.operator, y, start)
             stats.tolerance = (rtol * (full if size is None else torch.fmax(size, full))).clamp_min(atol)
-            solved = residual <= stats.tolerance
+            solved = self.statement.counted(F, y, start, point.operator) <= stats.tolerance
             status = torch.where(~solved & (status == Status.converged), int(Status.not_stationary), status)
             near = (status == Status.max_steps) | (status == Status.stagnated) | (status == Status.not_stationary)
             status = torch.where(solved & near, int(Status.converged), status)

@@ -1,6 +1,6 @@
 """The paper's "naive" solve: build J, factorise it.
 
-A x = rhs with A = J + εI from all rows of J in one batched product. Cholesky where J is symmetric, LU for the samples that are
+A x = rhs with A = J + εI from all rows of J in batched products. Cholesky where J is symmetric, LU for the samples that are
 not positive definite, the pseudo-inverse for those that are singular. For tens of unknowns nothing is faster.
 """
 
@@ -36,15 +36,16 @@ class Dense(LinearSolver):
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         before = operator.products
-        J = operator.dense()
-        n = J.shape[1]
         # The factorisations know float32 and float64 only.
         dtype = rhs.dtype if rhs.dtype in (torch.float32, torch.float64) else torch.float32
-        eye = torch.eye(n, dtype=dtype, device=J.device)
-        A = (J.mT if transpose and not operator.symmetric else J).to(dtype) + self.damping * eye
+        A = operator.dense().to(dtype)  # ours, so it is changed in place: at scale it is what fills the memory
+        A = A.mT if transpose and not operator.symmetric else A
+        diagonal = torch.diagonal(A, dim1=1, dim2=2)
+        diagonal += self.damping
         # A sample that is not finite makes LAPACK raise for the whole batch: it is solved as x = 0 and marked afterwards.
         whole = torch.isfinite(A).all(dim=2).all(dim=1) & batch.finite(rhs)
-        A = torch.where(whole[:, None, None], A, eye)
+        if not bool(whole.all()):
+            A = torch.where(whole[:, None, None], A, torch.eye(A.shape[1], dtype=dtype, device=A.device))
         b = torch.where(whole.unsqueeze(1), rhs.to(dtype), 0.0)
         tolerance = self.tolerance(b)
         x, singular, indefinite = self._factor_and_solve(A, b, tolerance, operator.symmetric)

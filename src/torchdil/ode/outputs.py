@@ -22,7 +22,7 @@ from torchdil.ode.interpolant import Interpolant
 from torchdil.ode.trajectory import Trajectory
 from torchdil.ode.walk import Tolerances
 from torchdil.operator import Operator, Product
-from torchdil.problem import Call, Problem
+from torchdil.problem import Call, Problem, Statement
 from torchdil.solution import Report, Result, Stats, Status
 from torchdil.solve import Setting
 from torchdil.solvers.base import Solver
@@ -116,6 +116,8 @@ class Estimated(Trajectory):
 
 class Apart(Estimated):
     """Steps that do not follow one another; `args` are the states before them, (B, T, D), and where they begin and end."""
+
+    counted = Statement.counted
 
     def residual(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
         before, begin, end = args

@@ -20,6 +20,7 @@ from torchdil import batch
 from torchdil.batch import Layout
 from torchdil.ode.field import Field
 from torchdil.ode.methods import Method
+from torchdil.operator import Operator
 from torchdil.problem import Call, Problem, Statement
 
 
@@ -74,6 +75,16 @@ class Trajectory(Statement):
         slopes = self.field(call, at, stages.flatten(1, 2)).unflatten(1, stages.shape[1:3])
         change = slopes if self.method.rows == ((1.0,),) else torch.matmul(rows, slopes)
         return y - h[..., None, None] * change
+
+    def counted(self, F: Tensor, y: Tensor, start: Tensor | None, operator: Operator | None = None) -> Tensor:
+        # The size is that of the largest step. Errors of the first steps of a trajectory that grows, or explodes where it was
+        # not solved, are small beside it: a step counts in units of the largest until there.
+        sizes = [y] if start is None else [y, y - start]
+        if operator is not None:
+            sizes.append(operator.rmv(y))
+        sofar = torch.stack([self.view(part).flatten(2).norm(dim=2) for part in sizes]).amax(dim=0).cummax(dim=1).values
+        share = self.view(F).flatten(2) / sofar.clamp_min(torch.finfo(y.dtype).tiny).unsqueeze(2)
+        return sofar[:, -1] * batch.norm(share.flatten(1))
 
     def quick_size(self, y: Tensor, start: Tensor | None) -> Tensor:
         size = batch.norm(y)

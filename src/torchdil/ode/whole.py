@@ -41,8 +41,8 @@ _FIRST, _FIRST_ON_GPU = 2, 3
 _EACH = 5
 # Blocks of a few steps serve so many iterations.
 _AGAIN = 4
-# A residual that falls by this factor an iteration is about to be small.
-_FAST = 0.2
+# A residual that falls by this factor an iteration is about to be small, if it is not a large one that came down from worse.
+_FAST, _NEAR = 0.2, 0.1
 # A solve whose residual has not halved in three iterations is given up.
 _PATIENCE = 3
 _CONTRACTION = 0.5
@@ -195,16 +195,20 @@ class Linearised:
     def _corrected(self, own: Tensor, y: Tensor, running: Tensor, state: Tensor, inverse: Tensor) -> tuple[Tensor, ...]:
         F = (own - self._statement.previous(self._statement.view(y), state).unsqueeze(2)).flatten(2)
         new = y - forward_substitution(inverse, F, self._rows).flatten(1)
-        return batch.select(running, new, y), self._measured(F, y)
+        return batch.select(running, new, y), self._measured(F, y, state)
 
-    def _measured(self, F: Tensor, y: Tensor) -> Tensor:
-        """The largest |F| of each sample against the largest |y|, (2, B): of the same component, and of all."""
-        d = self._statement.state.size
-        F, y = (a.flatten(1).unflatten(1, (-1, d)).abs().amax(dim=1) for a in (F, y))
-        largest = y.amax(dim=1, keepdim=True).clamp_min(torch.finfo(y.dtype).tiny)
+    def _measured(self, F: Tensor, y: Tensor, state: Tensor) -> Tensor:
+        """The largest |F| of each sample against the largest |y| until there, (2, B): of the same component, and of all.
+
+        What comes later does not count: beside a trajectory that explodes, errors of its first steps would look small.
+        """
+        F, y = (self._statement.view(a).abs().amax(dim=2) for a in (F, y))
+        first = torch.minimum(state.abs(), y.amax(dim=1)).unsqueeze(1)
+        y = torch.maximum(y.cummax(dim=1).values, first)
+        largest = y.amax(dim=2, keepdim=True).clamp_min(torch.finfo(y.dtype).tiny)
         # A component that is small beside the others is worth half their digits at least: it may be made of them.
         own = torch.maximum(y, torch.finfo(y.dtype).eps ** 0.5 * largest)
-        return torch.stack(((F / own).amax(dim=1), (F / largest).amax(dim=1)))
+        return torch.stack(((F / own).flatten(1).amax(dim=1), (F / largest).flatten(1).amax(dim=1)))
 
     def _step(self, y: Tensor, times: Tensor) -> tuple[Tensor, ...]:
         Y = y.repeat(1, self._rows).unflatten(1, (1, self._rows, -1))
@@ -309,7 +313,7 @@ class WholeTrajectory(Solver):
                 ratio = residual / history[-1] if k else np.full_like(residual, np.inf)
                 # What the step just taken has left: r, c r, c² r with old blocks, and r, c r², ... with new ones.
                 left = residual * ratio * (ratio if stride == 1 else 1)
-                done = (residual <= enough) | ((left <= expected) & (ratio < _FAST))
+                done = (residual <= enough) | ((left <= expected) & (ratio < _FAST) & (residual < _NEAR))
                 done |= (overall <= acceptable) & (ratio > _CONTRACTION)  # rounding, then
                 stuck = ~np.isfinite(residual)
                 if k > _PATIENCE + 1:
