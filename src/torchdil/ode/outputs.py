@@ -106,7 +106,9 @@ def accepted(tolerances: Tolerances, dtype: torch.dtype) -> float:
 
 
 class Estimated(Trajectory):
-    """Steps that are solved as well as their errors are worth."""
+    """Steps that are solved as well as their errors are worth, each of which was accepted by a test of its own."""
+
+    counted = Statement.counted
 
     def size(self, operator: Operator, y: Tensor, start: Tensor | None) -> Tensor:
         # Newton's iteration leaves an error in y, and F of it is larger the stiffer the equation.
@@ -116,8 +118,6 @@ class Estimated(Trajectory):
 
 class Apart(Estimated):
     """Steps that do not follow one another; `args` are the states before them, (B, T, D), and where they begin and end."""
-
-    counted = Statement.counted
 
     def residual(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
         before, begin, end = args

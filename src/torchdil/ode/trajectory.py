@@ -79,12 +79,12 @@ class Trajectory(Statement):
     def counted(self, F: Tensor, y: Tensor, start: Tensor | None, operator: Operator | None = None) -> Tensor:
         # The size is that of the largest step. Errors of the first steps of a trajectory that grows, or explodes where it was
         # not solved, are small beside it: a step counts in units of the largest until there.
-        sizes = [y] if start is None else [y, y - start]
+        parts = [y] if start is None else [y, y - start]
         if operator is not None:
-            sizes.append(operator.rmv(y))
-        sofar = torch.stack([self.view(part).flatten(2).norm(dim=2) for part in sizes]).amax(dim=0).cummax(dim=1).values
-        share = self.view(F).flatten(2) / sofar.clamp_min(torch.finfo(y.dtype).tiny).unsqueeze(2)
-        return sofar[:, -1] * batch.norm(share.flatten(1))
+            parts.append(operator.rmv(y))
+        sofar = torch.stack([self.view(part).flatten(2).norm(dim=2) for part in parts]).amax(dim=0).cummax(dim=1).values
+        share = self.view(F).flatten(2).norm(dim=2) / sofar.clamp_min(torch.finfo(y.dtype).tiny)
+        return torch.maximum(batch.norm(F), sofar[:, -1] * share.amax(dim=1))
 
     def quick_size(self, y: Tensor, start: Tensor | None) -> Tensor:
         size = batch.norm(y)
