@@ -57,7 +57,14 @@ def write_docs(names: Sequence[str], console: Console) -> None:
             pages(name).write(full[name], ROOT / "docs")
         else:
             console.print(f"{name}: no committed results.", style="yellow")
-    summary.write({name: pages(name).verdicts(some) for name, some in full.items() if some}, ROOT)
+    verdicts = {name: pages(name).verdicts(some) for name, some in full.items() if some}
+    summary.write(verdicts, missing(full), ROOT)
+
+
+def missing(full: dict[str, list[runner.Record]]) -> dict[str, str]:
+    """Of the experiments whose full runs are not all there: how many are."""
+    counts = {name: (len(some), len(runner.planned(name, FULL))) for name, some in full.items()}
+    return {name: f"{done} of {planned} runs" for name, (done, planned) in counts.items() if done < planned}
 
 
 def pages(name: str) -> ModuleType:

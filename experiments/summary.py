@@ -16,29 +16,35 @@ TABLES, NUMBER = ("Table 1", "Table 2"), re.compile(r"[\d.]+( ± [\d.]+)?")
 BEYOND = "Table 1, best"
 
 
-def write(verdicts: dict[str, Sequence[Verdict]], root: Path) -> None:
-    """The page and the block of README.md; `verdicts` by the names of the experiments."""
-    (root / "docs" / "reproduction.md").write_text(text(verdicts), "utf-8")
+def write(verdicts: dict[str, Sequence[Verdict]], missing: dict[str, str], root: Path) -> None:
+    """The page and the block of README.md.
+
+    Args:
+        verdicts: by the names of the experiments.
+        missing: such as "60 of 440 runs", of the experiments that have runs to come.
+        root: of the repository.
+    """
+    (root / "docs" / "reproduction.md").write_text(text(verdicts, missing), "utf-8")
     path = root / "README.md"
     old = path.read_text()
-    path.write_text(old[: old.index(BEGIN)] + block(verdicts) + old[old.index(END) + len(END) :])
+    path.write_text(old[: old.index(BEGIN)] + block(verdicts, missing) + old[old.index(END) + len(END) :])
 
 
-def block(verdicts: dict[str, Sequence[Verdict]]) -> str:
+def block(verdicts: dict[str, Sequence[Verdict]], missing: dict[str, str]) -> str:
     """The part of README.md."""
     found = [verdict for some in verdicts.values() for verdict in some]
     shown = [verdict for verdict in found if verdict.what.startswith(TABLES) and NUMBER.fullmatch(verdict.paper)]
-    return f"{BEGIN}\n{_counts(found)}\n\n{_table(shown)}\n{END}"
+    return f"{BEGIN}\n{_counts(found)}{_to_come(missing)}\n\n{_table(shown)}\n{END}"
 
 
-def text(verdicts: dict[str, Sequence[Verdict]]) -> str:
+def text(verdicts: dict[str, Sequence[Verdict]], missing: dict[str, str]) -> str:
     """docs/reproduction.md."""
     found = [verdict for some in verdicts.values() for verdict in some]
     parts = "\n\n".join(f"## {name}\n\n{_table(some)}" for name, some in verdicts.items() if some)
     return f"""# The paper, checked
 
 Written by `python -m experiments --docs` from `experiments/results/*.jsonl`, one line a run with its configuration, seed,
-versions, machine and time. {_counts(found)}
+versions, machine and time. {_counts(found)}{_to_come(missing)}
 
 Mean ± standard error where there are runs.
 
@@ -72,6 +78,11 @@ def _counts(found: Sequence[Verdict]) -> str:
         f"better, {counts['not reproduced']} are not reproduced and {counts['unfinished']} have runs to come; "
         f"{len(beyond)} results are beyond it."
     )
+
+
+def _to_come(missing: dict[str, str]) -> str:
+    """A sentence on the experiments that are not complete."""
+    return f" Made so far: {', '.join(f'{runs} of {name}' for name, runs in missing.items())}." if missing else ""
 
 
 def _table(verdicts: Sequence[Verdict]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments import __main__ as command_line
 from experiments import page, runner, summary
 
 ROOT = Path(__file__).parent.parent
@@ -103,12 +104,8 @@ def test_verdicts_are_grouped_and_compared():
 
 
 def test_readme_and_reproduction_page_are_those_of_the_committed_results():
-    full = runner.Options("paper", runner.COMMITTED)
-    verdicts = {}
-    for name in runner.EXPERIMENTS:
-        module = runner.importlib.import_module(f"experiments.{name}_page")
-        records = runner.finished(runner.selected(name, full))
-        if records:
-            verdicts[name] = module.verdicts(records)
-    assert (ROOT / "docs" / "reproduction.md").read_text() == summary.text(verdicts)
-    assert summary.block(verdicts) in (ROOT / "README.md").read_text()
+    full = {name: runner.finished(runner.selected(name, command_line.FULL)) for name in runner.EXPERIMENTS}
+    verdicts = {name: command_line.pages(name).verdicts(some) for name, some in full.items() if some}
+    missing = command_line.missing(full)
+    assert (ROOT / "docs" / "reproduction.md").read_text() == summary.text(verdicts, missing)
+    assert summary.block(verdicts, missing) in (ROOT / "README.md").read_text()
