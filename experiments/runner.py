@@ -406,6 +406,9 @@ def arguments(line: Sequence[str] | None = None) -> tuple[argparse.Namespace, Op
         parser.error(f"NAME must be one of {', '.join(EXPERIMENTS)}, got {', '.join(unknown)}.")
     if found.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {found.jobs}.")
+    here = found.backend == "loky" and not found.show  # a cluster may have what this machine has not
+    if here and (found.device or "").startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device must be one of this machine, which has no GPU that torch can use, got {found.device}.")
     results = found.results or Path("results") / found.preset
     keys = ("preset", "seeds", "device", "data", "jobs", "backend", "address", "again")
     chosen = {key: getattr(found, key) for key in keys}

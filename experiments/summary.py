@@ -26,8 +26,8 @@ def write(verdicts: dict[str, Sequence[Verdict]], missing: dict[str, str], root:
     """
     (root / "docs" / "reproduction.md").write_text(text(verdicts, missing), "utf-8")
     path = root / "README.md"
-    old = path.read_text()
-    path.write_text(old[: old.index(BEGIN)] + block(verdicts, missing) + old[old.index(END) + len(END) :])
+    old = path.read_text("utf-8")
+    path.write_text(old[: old.index(BEGIN)] + block(verdicts, missing) + old[old.index(END) + len(END) :], "utf-8")
 
 
 def block(verdicts: dict[str, Sequence[Verdict]], missing: dict[str, str]) -> str:

@@ -197,6 +197,11 @@ def test_seeds_on_the_command_line(text, expected):
         (["--only", "task"], "expected FIELD=VALUE"),
         (["keppler"], "NAME must be one of kepler, table1"),
         (["--jobs", "0"], "--jobs must be at least 1, got 0."),
+        pytest.param(
+            ["scale", "--device", "cuda"],
+            "--device must be one of this machine",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         (["table1", "--only", "taks=cmu"], "none has taks=cmu."),
         (["kepler", "--only", "nonsense=None"], "none has nonsense=None."),
     ],
