@@ -59,6 +59,8 @@ COMMON: dict[str, Any] = {"last_rate": 1.0, "clip": None, "batch": None, "window
 SIDE_BY_SIDE = {("cmu", DOPRI5): 10, ("cmu", CG): 10}
 # Of `Config.ablations`: CMU Walking, whose iterations take longest, with these methods only, for a short look.
 FEWER, FEW = "fewer", (BACKWARD, NAIVE)
+# Of an ablation whose runs take minutes.
+FEW_RUNS = 5
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,8 @@ def variants(config: Config) -> list[Config]:
     if config.ablations == FEWER:
         cells = [cell for cell in cells if cell[0] != "cmu" or cell[1] in FEW]
     elif config.ablations:
-        cells += [("vdp", method, {"substeps": 4}) for method in (FORWARD, BACKWARD, NAIVE)]
-        cells += [("vdp", BACKWARD, {"adjoint": "stored"})]
+        cells += [("vdp", method, {"substeps": 4, "runs": FEW_RUNS}) for method in (FORWARD, BACKWARD, NAIVE)]
+        cells += [("vdp", BACKWARD, {"adjoint": "stored", "runs": FEW_RUNS})]
         cells += [("spiral", method, {"a11": -1.0}) for method in (FORWARD, BACKWARD, CG)]
     return [settled(config, task=task, method=method, ablations=False, **changes) for task, method, changes in cells]
 

@@ -261,6 +261,24 @@ def test_a_root_that_is_not_finite(solver):
     assert residual(solution.value, x)[[0, 2]].abs().max() <= VALUE
 
 
+def test_a_root_that_does_not_exist_is_given_up_soon():
+    """e^y - y - 1 + x has none for x > 0: at y = 0, where it is least, J is singular and no step along Newton's direction helps."""
+    calls = []
+
+    def residual(y, x):
+        calls.append(1)
+        return torch.stack([y[..., 0].exp() - y[..., 0] - 1 + x, y[..., 1] - torch.sin(y[..., 0])], -1)
+
+    x = torch.tensor([1.0, 0.3, 2.0, -1.0], dtype=torch.float64)
+    y0 = torch.tensor([[3.0, 1.0], [0.7, 1.0], [5.0, 1.0], [2.0, 1.0]], dtype=torch.float64)
+    solution = dil.root(residual, y0, (x,), batch_dims=1, solver=dil.Newton(), on_failure="ignore")
+    assert solution.status.tolist() == 3 * [Status.stagnated] + [Status.converged]
+    assert solution.value[:3, 0].abs().max() < 1e-5 and len(calls) < 300
+    # A short step along a long direction is another matter, if it leads somewhere: here d is 1e13 and 3e-12 d is right.
+    far = dil.root(lambda y: torch.exp(y) - 1, torch.tensor([-30.0], dtype=torch.float64))
+    assert bool(far.converged) and far.value.abs() < 1e-12
+
+
 def test_a_score_that_rounding_flattens():
     """Near its minimum the change of this score is below the rounding of cosh: steps must be judged by the gradient."""
     x = torch.randn(2000, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -68,6 +68,9 @@ def search(
 
     With `path`, (B,) -> (B, n), the way is not straight: it leaves the start in the direction given.
 
+    A root may not exist: where ‖F‖ is least but not zero J is singular, and Newton's direction is long and leads nowhere. A step
+    that would change neither y nor ‖F‖ by anything to speak of is not made shorter still.
+
     Close to a minimum the objective is flat to rounding long before its gradient is zero. A change that rounding may have made
     is accepted if ‖F‖ and the slope fall instead (the approximate Wolfe condition of Hager and Zhang 2005).
     """
@@ -77,8 +80,13 @@ def search(
     # Rounding may have made such a change, the more so where the objective is a difference; and does make one below the second.
     noise, unseen = eps**0.5 * size, step * slope.abs() <= 10 * eps * size
     F_norm = batch.norm(start.F)
-    current, moved, open_ = start, torch.zeros_like(running), running
+    current, moved, open_ = start, torch.zeros_like(running), running & batch.finite(direction)
     low, high = torch.zeros_like(step), torch.full_like(step, torch.inf)
+    # At a fold a change of y by s changes ‖F‖ by s²: a third of the digits, and two thirds.
+    shortest = torch.zeros_like(step)
+    if not is_argmin:
+        length = batch.norm(start.y).clamp_min(1.0)
+        shortest = (eps ** (1 / 3) * batch.divide(length, batch.norm(direction))).clamp_max(eps ** (2 / 3))
     allowed = torch.zeros_like(step) if highest is None else (highest - start.merit).clamp_min(0)
     for number in range(_MAX_TRIALS):
         # Samples that are done are evaluated where they are: elsewhere the function may not even exist.
@@ -100,7 +108,7 @@ def search(
         short = torch.zeros_like(fallen)
         if curvature is not None and number < _MAX_DOUBLINGS:
             short = fallen & ~flat & (slope_now < curvature * slope)
-        open_ = open_ & (~fallen | short)
+        open_ = open_ & (~fallen | short) & (step > shortest)
         if not bool(open_.any()):
             break
         low, high = torch.where(short, step, low), torch.where(open_ & ~short, step, high)
