@@ -4,15 +4,15 @@ Van der Pol and Spiral: dx/dt = A φ(x) + net(φ(x)), φ the coordinates alone o
 the true right-hand sides. Gauss-Legendre steps of order 6 take the place of Euler's, so that the network need not make up for
 the solver, and L-BFGS that of Adam: the data have no noise, and only a very close fit stays in phase. With cubic φ the weights
 of the network cost something, so that it is small where A φ is enough. The number of iterations and φ are chosen by the
-validation error. CMU Walking: see `experiments.best_walking`; its settings were chosen by
-cross-validation on the sequences for training, and `folds` repeats that. No number of the test decides; `best_page` says what
-was known of the test when the choices were made.
+validation error. CMU Walking: see `experiments.best_walking`. No number of the test decides; `best_page` says what was known of
+the test when the choices were made.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -35,34 +35,32 @@ class Config:
     Attributes:
         task: one of `RUNS`; None: all.
         runs: seeds 0 .. runs - 1; None: 20, 20 and 10.
-        ablations: whether `variants` has the cross-validation of what CMU Walking's model is made of, too.
+        together: how many seeds are trained side by side at most.
+        ablations: whether `variants` has CMU Walking's model with one part changed, too.
         candidates: Van der Pol and Spiral: (degree of the monomials in φ, penalty on the network's squared weights).
         units: of their hidden layer.
         stages: (steps in a window, iterations of L-BFGS) one after the other.
         check: iterations between validations.
         method: of CMU Walking's ODE.
-        folds: 0: train on all sequences for training and judge on the others; else cross-validate on those for training.
-        members: networks whose mean is the forecast.
         states, context, hidden, components: sizes of z, c, of the two hidden layers, and principal components of a pose.
         iterations, batch, rate, decay, clip: of AdamW; decay is the weight decay, clip the largest norm of a gradient.
         average: share of the running mean of the weights that an iteration keeps.
         every: frames between the steps of the solver in training.
         lengths, growth: solver steps in a window, drawn from those in use; all are in use after this share of the iterations.
-        stretch: speeds of windows are uniform in 1 ± stretch.
+        paces: speeds of windows are uniform between two numbers; a network for each pair, and the validation chooses one.
         noise: standard deviation of what is added to the encoder's inputs, which are of the size of one.
         data: folder of the CMU data; None: the usual places.
     """
 
     task: str | None = None
     runs: int | None = None
+    together: int = 1
     ablations: bool = False
     candidates: tuple[tuple[int, float], ...] = ((1, 0.0), (3, 1e-4))
     units: int = 50
     stages: tuple[tuple[int, int], ...] = ((1, 300), (5, 50))
     check: int = 25
     method: str = "gl4"
-    folds: int = 0
-    members: int = 4
     states: int = 8
     context: int = 4
     hidden: int = 64
@@ -76,36 +74,35 @@ class Config:
     every: int = 9
     lengths: tuple[int, ...] = (11, 22, 33)
     growth: float = 0.5
-    stretch: float = 0.05
+    paces: tuple[tuple[float, float], ...] = ((0.95, 1.05), (0.9, 1.0), (0.85, 1.05), (0.8, 1.0))
     noise: float = 0.3
     data: str | None = None
 
     @staticmethod
     def preset(name: str) -> Config:
-        smoke = Config(
-            runs=1, candidates=((1, 0.0),), units=8, stages=((1, 4), (2, 4)), check=4, members=2, hidden=8, iterations=4
-        )
-        quick = Config(runs=1, stages=((1, 75),), members=1, iterations=100)
+        smoke = Config(runs=1, candidates=((1, 0.0),), units=8, stages=((1, 4), (2, 4)), check=4, hidden=8, iterations=4)
+        quick = Config(runs=1, stages=((1, 75),), iterations=100)
         return {"smoke": smoke, "quick": quick, "paper": Config(ablations=True)}[name]
 
 
 def variants(config: Config) -> list[Config]:
-    """The three tasks, and cross-validations of CMU Walking's model with one part taken away or changed."""
+    """The three tasks, and CMU Walking's model with one part taken away or changed."""
     tasks = [task for task in RUNS if config.task in (None, task)]
     found = [replace(config, task=task, runs=config.runs or RUNS[task], ablations=False) for task in tasks]
-    if config.ablations and "cmu" in tasks:
-        base = replace(found[-1], runs=1, folds=4, members=2)
-        found += [base, *(replace(base, **change) for change in ABLATIONS.values())]
+    if "cmu" in tasks:
+        walking = found[-1] = replace(found[-1], together=found[-1].runs)
+        if config.ablations:
+            found += [replace(walking, runs=FEW_RUNS, **change) for change in ABLATIONS.values()]
     return found
 
 
-# What is changed, in words, and how.
+# What is changed, in words, and how; and how many runs each has.
 ABLATIONS: dict[str, dict[str, Any]] = {
     "no context c": {"context": 0},
-    "no change of speed": {"stretch": 0.0},
     "no noise": {"noise": 0.0},
-    "half the units": {"hidden": 32},
+    "one speed": {"paces": ((1.0, 1.0),)},
 }
+FEW_RUNS = 3
 
 
 class Choice(NamedTuple):
@@ -189,10 +186,15 @@ def fit(config: Config, degree: int, penalty: float, split: motion.Split, seed: 
     return chosen, curve
 
 
+def run_together(config: Config, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """The runs of these seeds; those of CMU Walking side by side."""
+    return best_walking.run_together(config, seeds) if config.task == "cmu" else [run(config, seed) for seed in seeds]
+
+
 def run(config: Config, seed: int) -> dict[str, Any]:
     """One run of one task."""
     if config.task == "cmu":
-        return best_walking.run(config, seed)
+        return run_together(config, [seed])[0]
     split = motion.van_der_pol() if config.task == "vdp" else motion.spiral(A11)
     fits = [fit(config, degree, penalty, split, seed) for degree, penalty in config.candidates]
     chosen = min((choice for choice, _ in fits), key=lambda choice: choice.validation)

@@ -14,9 +14,10 @@ SMOKE = best.Config.preset("smoke")
 GENERATORS = 2
 
 
-def record(task, seed=0, folds=0, **metrics):
-    config = runner.plain(replace(SMOKE, task=task, folds=folds))
-    return {"experiment": "best", "config": config, "seed": seed, "seconds": 2.0, "metrics": metrics}
+def record(task, seed=0, change=None, **metrics):
+    config = runner.plain(replace(SMOKE, task=task, **(change or {})))
+    about = {"versions": {"torchdil": "0", "torch": "2", "python": "3"}, "machine": {"cpu": "a", "cores": 2}, "device": "cpu"}
+    return {"experiment": "best", "config": config, "seed": seed, "seconds": 2.0, "metrics": metrics} | about
 
 
 @pytest.fixture
@@ -91,16 +92,17 @@ def test_windows_are_pieces_of_own_sequences_at_their_pace(small):
     # Channels: the sequence's number and the frame's; linear interpolation keeps both.
     frames = torch.stack(torch.broadcast_tensors(torch.arange(6.0)[:, None], torch.arange(300.0)), dim=-1)
     own = torch.stack((frames[:3], frames[3:]))
-    config = replace(small, batch=200, stretch=0.1, every=9)
+    config = replace(small, batch=200, every=9)
     for steps in (11, 33):
-        given, target = best_walking.draw(config, own, steps, generators())
+        given, target = best_walking.draw(config, own, steps, [(0.9, 1.1), (0.7, 0.8)], generators())
         assert given.shape == (2, 200, 3, 2) and target.shape == (2, 200, steps, 2)
         assert set(given[0, ..., 0].unique().tolist()) == {0, 1, 2} and set(target[1, ..., 0].unique().tolist()) == {3, 4, 5}
         times = torch.cat((given, target), dim=2)[..., 1]
         assert times.min() >= 0 and times.max() <= 299 + 1e-3
         pace = times[..., 1] - times[..., 0]
         longest = 299 / (2 + 9 * steps)
-        assert 0.9 - 1e-3 < pace.min() < 0.92 and pace.max() <= min(1.1, longest) + 1e-3
+        assert 0.9 - 1e-3 < pace[0].min() < 0.92 and pace[0].max() <= min(1.1, longest) + 1e-3
+        assert 0.7 - 1e-3 < pace[1].min() < 0.72 and 0.78 < pace[1].max() < 0.8 + 1e-3
         offsets = torch.cat((torch.arange(2), 2 + 9 * torch.arange(steps + 1)))
         torch.testing.assert_close(times - times[..., :1], pace[..., None] * offsets, rtol=1e-3, atol=0.02)
 
@@ -128,9 +130,10 @@ def test_long_steps_follow_the_flow_of_short_ones(small, sequences):
 
 def test_members_share_nothing(small, sequences):
     config = replace(small, iterations=5, lengths=(4,))
-    pair = best_walking.train(config, sequences, generators())
+    paces = [(0.9, 1.1), (0.8, 1.0)]
+    pair = best_walking.train(config, sequences, paces, generators())
     for k in range(2):
-        alone = best_walking.train(config, sequences[k : k + 1], generators()[k : k + 1])
+        alone = best_walking.train(config, sequences[k : k + 1], paces[k : k + 1], generators()[k : k + 1])
         expected = best_walking.forecast(alone, sequences[0])
         torch.testing.assert_close(best_walking.forecast(pair, sequences[0])[k : k + 1], expected, rtol=1e-3, atol=1e-3)
 
@@ -142,7 +145,8 @@ def test_training_lowers_the_error(small, sequences):
     def error(model):
         return (best_walking.forecast(model, held)[1] - held[:, 3:]).square().mean().item()
 
-    first, last = best_walking.Gait(config, sequences, generators()), best_walking.train(config, sequences, generators())
+    first = best_walking.Gait(config, sequences, generators())
+    last = best_walking.train(config, sequences, 2 * [(0.95, 1.05)], generators())
     assert error(last) < 0.5 * error(first)
 
 
@@ -153,11 +157,29 @@ def test_walking_without_its_file_is_skipped(tmp_path, monkeypatch):
         best.run(replace(SMOKE, task="cmu"), 0)
 
 
-def test_variants_are_the_table_and_the_cross_validations():
+def test_variants_are_the_table_and_the_ablations():
     found = best.variants(best.Config.preset("paper"))
     assert [(c.task, c.runs) for c in found[:3]] == [("vdp", 20), ("spiral", 20), ("cmu", 10)]
-    assert not any(c.folds for c in found[:3]) and all(c.folds and c.task == "cmu" for c in found[3:])
-    assert len({str(runner.plain(c)) for c in found}) == len(found) == 4 + len(best.ABLATIONS)
+    assert len({str(runner.plain(c)) for c in found}) == len(found) == 3 + len(best.ABLATIONS)
+    assert {c.task for c in found[3:]} == {"cmu"}
+    names = [best_page._change(runner.plain(c)) for c in found]
+    assert names == [None, None, None, *best.ABLATIONS]
+
+
+def test_speeds_are_chosen_by_the_median_over_the_validation_sequences():
+    """Forecasts that are off by a constant: the mean and the median of the squares choose differently."""
+    config = replace(SMOKE, paces=((0.9, 1.0), (0.8, 1.0), (1.0, 1.0)))
+    validation, test = torch.zeros(3, 9, 2), torch.zeros(4, 9, 2)
+    off = torch.tensor([[2.0, 2.0, 2.0], [1.0, 5.0, 1.0], [3.0, 3.0, 3.0]])
+    tested = torch.tensor([1.0, 2.0, 4.0])[:, None].expand(3, 4)
+    ahead = torch.cat((off, tested), dim=1)[:, :, None, None].expand(3, 7, 6, 2)
+    found = best_walking._metrics(config, ahead, validation, test, channel=1)
+    assert found["pace"] == (0.8, 1.0) and found["validation"] == 1 and found["validation_each"] == [1, 25, 1]
+    assert found["test"] == 4 and found["test_each"] == [4, 4, 4, 4] and found["test_by_mean"] == 1
+    assert [one["test"] for one in found["by_pace"]] == [1, 4, 16]
+    assert found["drawn"]["chosen"] == [2, 2] and found["drawn"]["others"] == [[1, 1], [4, 4]]
+    unseen = best_walking._metrics(config, ahead, validation, torch.full_like(test, math.nan), channel=None)
+    assert unseen["pace"] == found["pace"] and "drawn" not in unseen
 
 
 @pytest.mark.parametrize("task", ["vdp", "spiral"])
@@ -182,10 +204,12 @@ def test_page_has_mean_standard_error_and_median():
 
 def test_page_draws_all_tasks():
     matplotlib = pytest.importorskip("matplotlib")
-    drawn = {"channel": 1, "true": [0.0, 1.0], "mean": [0.1, 0.9], "members": [[0.2, 0.8], [0.0, 1.0]]}
+    drawn = {"channel": 1, "true": [0.0, 1.0], "chosen": [0.1, 0.9], "others": [[0.2, 0.8], [0.0, 1.0]]}
+    by_pace = [{"pace": [0.9, 1.0], "validation_each": [1.0, 2.0, 3.0], "test": 3.7}]
+    walked = {"validation": 20.0, "test_by_mean": 3.9, "pace": [0.9, 1.0], "by_pace": by_pace}
     plane = {"test": 0.001, "validation": 0.002, "degree": 3, "validation_by_degree": {"1": 0.01, "3": 0.002}}
-    records = [record("vdp", **plane), record("spiral", **plane), record("cmu", test=3.5, validation=20.0, drawn=drawn)]
-    records.append(record("cmu", folds=4, held_out=3.7, held_out_single=3.9))
+    records = [record("vdp", **plane), record("spiral", **plane), record("cmu", test=3.5, drawn=drawn, **walked)]
+    records.append(record("cmu", change=best.ABLATIONS["no noise"], test=5.5, **walked))
     figures = best_page.figures(records)
     assert set(figures) == {"runs", "walking"}
     for fig in figures.values():
@@ -194,4 +218,10 @@ def test_page_draws_all_tasks():
         assert fig.get_figwidth() == best_page.WIDTH and min(sizes) >= 9
     body = best_page.section(records).body
     assert body.count("<figure>") == 2 and "3.70" in body and "<script" not in body
-    assert [row["model"] for row in best_page.ablation_rows(records)] == ["as used"]
+    assert [(row["model"], row["test MSE"]) for row in best_page.ablation_rows(records)] == [
+        ("as used", "3.50"),
+        ("no noise", "5.50"),
+    ]
+    (row,) = best_page.pace_rows(records)
+    assert row["speeds"] == "0.9 to 1" and row["validation 2"] == "2.00" and row["chosen in"] == "1 of 1 runs"
+    assert "3.90" in best_page.text(records)
