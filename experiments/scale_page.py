@@ -83,7 +83,7 @@ def figure(records: Sequence[Record], sweep: str) -> Any:
                 ended = next((cell["naive"] for cell in cells if not _ran(cell["naive"])), None)
                 if method == "naive" and ended is not None:
                     at, place = points[-1], {"color": COLOURS[kind], "textcoords": "offset points", "fontsize": 9.5}
-                    axes[0].annotate(ended["status"], (at[0], at[1]["seconds"]), (-6, 2), ha="right", va="bottom", **place)
+                    axes[0].annotate(ended["status"], (at[0], at[1]["seconds"]), (7, 4), ha="left", va="bottom", **place)
         for ax, label in zip(axes, ("seconds", "bytes beyond the forward's"), strict=True):
             ax.set(xscale="log", yscale="log", ylabel=label)
             ax.grid(alpha=0.3)
