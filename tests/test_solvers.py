@@ -262,7 +262,7 @@ def test_a_root_that_is_not_finite(solver):
 
 
 def test_a_root_that_does_not_exist_is_given_up_soon():
-    """e^y - y - 1 + x has none for x > 0: at y = 0, where it is least, J is singular and no step along Newton's direction helps."""
+    """e^y - y - 1 + x has none for x > 0: at y = 0, where it is least, J is singular and no step of Newton's helps."""
     calls = []
 
     def residual(y, x):

@@ -68,8 +68,8 @@ def search(
 
     With `path`, (B,) -> (B, n), the way is not straight: it leaves the start in the direction given.
 
-    A root may not exist: where ‖F‖ is least but not zero J is singular, and Newton's direction is long and leads nowhere. A step
-    that would change neither y nor ‖F‖ by anything to speak of is not made shorter still.
+    A root may not exist: where ‖F‖ is least but not zero J is singular, and Newton's direction is long and leads nowhere. A
+    step that would change neither y nor ‖F‖ by anything to speak of is not made shorter still.
 
     Close to a minimum the objective is flat to rounding long before its gradient is zero. A change that rounding may have made
     is accepted if ‖F‖ and the slope fall instead (the approximate Wolfe condition of Hager and Zhang 2005).
