@@ -286,7 +286,7 @@ Ours in the table above is the test error of the networks chosen, over all four 
 
 What was known of the test: settings before these, whose ranges of speeds were narrower, had been tested (10.5), the gait cycles
 of the test sequences had been looked at to find out why, and so had the test errors of trial runs with other ranges and other
-noise. The ranges were fixed after that, the rule of the choice is that of [Table 1](table1.md).
+noise. The ranges were fixed after that; the rule of the choice is one of those that [Table 1](table1.md) had before.
 
 {changed}"""
 

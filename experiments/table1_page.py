@@ -11,7 +11,7 @@ from benchmarks.tables import markdown
 from experiments import motion, page, table1_figures, table1_speed
 from experiments.forecast import CG, CONTROL, METHODS, NAIVE
 from experiments.runner import Record
-from experiments.table1 import PROTOCOL, TASKS, Config, variants
+from experiments.table1 import FEW_RUNS, PROTOCOL, TASKS, Config, variants
 from experiments.table1_figures import NAMES, Cell, collected, number, outcome, plus_minus, stacks, table, within
 from experiments.table1_verdicts import ERRORS, RULE, RULES, SAME, SHARE, claims, in_paper, joined, lost, too_short, values
 
@@ -300,7 +300,10 @@ def _budgets(cell: Cell) -> list[int]:
 
 def _count(cell: Cell) -> str:
     """How many runs a cell has, of how many if that is planned."""
-    return str(len(cell.runs)) if too_short(cell) else f"{len(cell.runs)} of {PROTOCOL[cell.task]['runs']}"
+    if too_short(cell):
+        return str(len(cell.runs))
+    ablation = cell.config["substeps"] > 1 or cell.config["adjoint"] == "stored"
+    return f"{len(cell.runs)} of {FEW_RUNS if ablation else PROTOCOL[cell.task]['runs']}"
 
 
 def _runs(cells: Collection[Cell]) -> str:
