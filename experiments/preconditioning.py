@@ -43,7 +43,7 @@ class Config:
     """
 
     problem: str = "network"
-    runs: int = 2
+    runs: int = 5
     size: float = 1.0
     steps: int = 10
     rtol: float = 1e-8

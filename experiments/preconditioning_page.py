@@ -46,11 +46,6 @@ PAYS = 0.9
 FLEXIBLE = ("inner CG, flexible", "float32, flexible")
 
 
-def _ways(records: Sequence[Record]) -> list[str]:
-    """Those of all records; older ones have no direct solve."""
-    return [way for way in LOOKS if all(way in record["metrics"]["ways"] for record in records)]
-
-
 def _of(records: Sequence[Record], problem: str) -> list[dict[str, Any]]:
     """The ways of each seed."""
     return [record["metrics"]["ways"] for record in records if record["config"]["problem"] == problem]
@@ -107,7 +102,7 @@ def cost(records: Sequence[Record]) -> Any:
         ax = fig.subplots()
         ax.axhspan(1e-9, 1, color=GREEN, alpha=0.08, linewidth=0)
         ax.axhline(1, color=PALE, linewidth=1)
-        points, drawn = [], [way for way in DRAWN if way in _ways(records)]
+        points, drawn = [], DRAWN
         for way in drawn:
             for problem in _problems(records):
                 steps, seconds = (_ratio(records, problem, way, "run", key) for key in ("steps", "seconds"))
@@ -160,7 +155,7 @@ def residuals(records: Sequence[Record]) -> Any:
 def summary(records: Sequence[Record]) -> list[dict[str, str]]:
     """Time in the training runs over that of plain CG, its range over the seeds, in brackets the steps; a row for each way."""
     rows = []
-    for way in _ways(records)[1:]:
+    for way in list(LOOKS)[1:]:
         row = {"preconditioner": LOOKS[way][0]}
         for problem in _problems(records):
             seconds, steps = (_ratio(records, problem, way, "run", key) for key in ("seconds", "steps"))
@@ -180,7 +175,7 @@ def rows(records: Sequence[Record], problem: str) -> list[dict[str, Any]]:
         return statistics.fmean(ways[way][part][key] for ways in found)
 
     table = []
-    for way in _ways(records):
+    for way in LOOKS:
         row: dict[str, Any] = {"preconditioner": LOOKS[way][0]}
         for part, title in (("first", "first solve"), ("run", "training run")):
             cheap = mean(way, part, "cheap")
@@ -198,7 +193,7 @@ def rows(records: Sequence[Record], problem: str) -> list[dict[str, Any]]:
 def answer(records: Sequence[Record]) -> str:
     """Which pay, which do not."""
     total, config, seeds = len(_problems(records)), records[0]["config"], _runs(records)
-    found = {way: _paying(records, way) for way in _ways(records)[1:]}
+    found = {way: _paying(records, way) for way in list(LOOKS)[1:]}
     order = sorted((way for way in found if found[way][0]), key=lambda way: -found[way][0])
     paying = "; ".join(
         f"{LOOKS[way][0]}: on {found[way][0]}, and costs more on {found[way][1]} "
@@ -208,26 +203,8 @@ def answer(records: Sequence[Record]) -> str:
     never = "; ".join(LOOKS[way][0] for way in found if not found[way][0])
     return (
         f"Training runs of {config['steps']} steps on {total} layers: what solves the backward systems in less than {PAYS:g} "
-        f"of the time of plain CG, its making included, with every seed (only {seeds}; in brackets least and most of that time "
-        f"over the layers): {paying or 'nothing'}. On no layer: {never or '-'}. {direct(records)}{flexible(records)}"
-    )
-
-
-def direct(records: Sequence[Record]) -> str:
-    """Where a direct solve would pay, in a sentence, of records that have none: the factor's first solve is nearly one."""
-    if "direct" in _ways(records):
-        return ""
-    steps, faster = records[0]["config"]["steps"], []
-    for problem in _problems(records):
-        shares = [
-            steps * ways["factor, kept"]["first"]["seconds"] / ways["none"]["run"]["seconds"] for ways in _of(records, problem)
-        ]
-        if max(shares) < PAYS:
-            faster.append(f"{MARKERS[problem][0]} ({_span(shares)})")
-    return (
-        "A direct solve was not timed by itself; the first solve with the factor of J builds J, factorises it and makes one "
-        f"step. That for each system would take less than {PAYS:g} of the time of plain CG on {len(faster)} of "
-        f"{len(_problems(records))} layers{': ' * bool(faster)}{', '.join(faster)}. "
+        f"of the time of plain CG, its making included, with each of {seeds} seeds (in brackets least and most of that time "
+        f"over the layers): {paying or 'nothing'}. On no layer: {never or '-'}. {flexible(records)}"
     )
 
 
@@ -306,7 +283,6 @@ def write(records: Sequence[Record], docs: Path) -> None:
 def text(records: Sequence[Record]) -> str:
     """docs/preconditioning.md."""
     config = records[0]["config"]
-    timed = "\n- *Direct solve*: `dil.Dense()`, no CG." if "direct" in _ways(records) else ""
     outer = [record["metrics"]["ways"]["float32, flexible"]["first"]["products"] for record in records]
     about = []
     for problem in _problems(records):
@@ -344,7 +320,7 @@ CG{_seeds(records)}.
 {chr(10).join(about)}
 
 ## The preconditioners
-{timed}
+- *Direct solve*: `dil.Dense()`, no CG.
 - *warm start*: `dil.WarmStart(dil.CG())`, no preconditioner, but a start from the last solution.
 - *Jacobi*: `dil.Jacobi()`, whose diagonal is estimated from 32 products beyond 64 unknowns. *Exact diagonal*: from all rows of
   J, which tells what the estimate loses.
@@ -377,4 +353,4 @@ def _seeds(records: Sequence[Record]) -> str:
     count = _runs(records)
     if count == 1:
         return "; in brackets the CG steps over those of plain CG"
-    return f": geometric mean and range over the seeds, only {count}; in brackets the CG steps over those of plain CG"
+    return f": geometric mean and range over {count} seeds; in brackets the CG steps over those of plain CG"

@@ -149,30 +149,12 @@ def test_page_of_the_runs(records, tmp_path):
     assert len(list(tmp_path.glob("preconditioning-*.svg"))) == 2
 
 
-def without_direct(record):
-    ways = {way: found for way, found in record["metrics"]["ways"].items() if way != "direct"}
-    return record | {"metrics": record["metrics"] | {"ways": ways}}
-
-
-def test_page_shows_the_direct_solve_where_it_was_timed(records):
-    """Older records have none: of these the page says what the factor's first solve tells of it."""
-    older = [without_direct(record) for record in records]
-    label = preconditioning_page.LOOKS["direct"][0]
-    assert preconditioning_page.summary(records)[0]["preconditioner"] == label
-    assert label not in [row["preconditioner"] for row in preconditioning_page.summary(older)]
-    assert label not in [row["preconditioner"] for row in preconditioning_page.rows(older, "network")]
-    told = "A direct solve was not timed by itself"
-    assert told in preconditioning_page.answer(older) and told not in preconditioning_page.answer(records)
-    assert preconditioning_page.direct([*older[:1], *records[1:]])  # one older record is enough
-
-
 def timed(seconds, seed):
     """A record of one layer with these times of the run; every way has made as many products as plain CG."""
     solves = {"steps": 10, "products": 10, "cheap": 0, "failed": 0}
     ways = {
         way: {part: solves | {"seconds": seconds.get(way, 1.0)} for part in ("first", "run")}
         for way in preconditioning_page.LOOKS
-        if way != "direct"
     }
     return {"config": {"problem": "network", "steps": 10, "inner_steps": 5}, "seed": seed, "metrics": {"ways": ways}}
 
@@ -193,14 +175,6 @@ def test_verdict_looks_at_both_flexible_preconditioners(way):
     assert "neither paid" in verdict.why
     (verdict,) = preconditioning_page.verdicts([timed({way: 0.5}, 0)])
     assert f"paid: {preconditioning_page.LOOKS[way][0]} on 1" in verdict.why
-
-
-def test_a_direct_solve_is_told_from_the_first_solve_with_the_factor():
-    """Ten systems: ten times the first solve with the factor against the run of plain CG."""
-    for first, expected in ((0.05, "on 1 of 1 layers: network (0.5 to 0.5)"), (0.1, "on 0 of 1 layers.")):
-        record = timed({}, 0)
-        record["metrics"]["ways"]["factor, kept"]["first"]["seconds"] = first
-        assert expected in preconditioning_page.direct([record])
 
 
 def test_every_way_and_every_layer_has_a_look():
