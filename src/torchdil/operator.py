@@ -30,6 +30,8 @@ STRATEGIES = ("backward", "forward", "traced", "measure")
 # faster, and a batched product may copy the weights for each of its rows.
 _DENSE_ROWS = 128
 _DENSE_CHUNK = 2**22
+# A Jacobian with no more numbers than this is kept for the next solve at its point.
+_KEPT = 2**18
 # Tracing costs once what is divided over the products of a solve; this many are assumed when strategies are timed.
 _ASSUMED_PRODUCTS = 50
 
@@ -118,6 +120,9 @@ class Operator:
 
     def dense(self) -> Tensor:
         """J as a (B, n, n) tensor: all rows in batched products, in chunks that bound the memory."""
+        if "dense" in self.memo:
+            self.check_unchanged()
+            return self.memo["dense"].clone()
         samples, n = self.shape
         tensors = () if self.bound is None else pytree.tree_leaves(self.bound[1])
         weights = sum(t.numel() for t in tensors if isinstance(t, Tensor))
@@ -127,7 +132,10 @@ class Operator:
             units = self.y.new_zeros(min(chunk, n - i), n)
             units.diagonal(i).fill_(1)
             J[i : i + chunk] = self.rows(units.unsqueeze(1).expand(-1, samples, -1))
-        return J.transpose(0, 1)
+        J = J.transpose(0, 1)
+        if J.numel() <= _KEPT:  # small: the check for curvature after the forward solve, and the backward
+            self.memo["dense"] = J.clone()
+        return J
 
     def rows(self, vectors: Tensor) -> Tensor:
         """Jᵀ p for k vectors at once, (k, B, n) -> (k, B, n)."""
