@@ -24,7 +24,7 @@ from torch import Tensor
 Function = Callable[..., tuple[Tensor, ...]]
 
 # torch.fx changes nn.Module while it traces: two threads at once would leave it changed.
-_tracing = threading.Lock()
+tracing = threading.Lock()
 # Calls of one kind before it is traced: that takes a few tenths of a second.
 _PATIENCE = 10
 # How many kinds of one function are remembered: a batch size that is never the same must not fill the memory.
@@ -74,7 +74,7 @@ class Compiled:
         kind = self._memory.setdefault(signature, _Kind())
         kind.calls += 1
         if kind.calls == _PATIENCE + 1:
-            with _tracing:
+            with tracing:
                 kind.fast = _fast_form(self._function, inputs)
         if kind.fast is None:
             return self._function(*inputs)

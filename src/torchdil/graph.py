@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import threading
-import types
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-# A closure may reach large objects; the search for tensors in it ends after so many.
-_SEARCH_LIMIT = 20_000
+from torchdil.captures import captured_tensors
 
 
 class Dependence(NamedTuple):
@@ -96,38 +93,3 @@ def has_custom_function(value: Tensor, first: int) -> bool:
 def _edge(t: Tensor) -> tuple[Any, int]:
     edge = get_gradient_edge(t)
     return edge.node, edge.output_nr
-
-
-def captured_tensors(function: Any) -> list[Tensor]:
-    """The tensors that `function` closes over: cells, globals it names, defaults, attributes of objects; the nearest first."""
-    found: list[Tensor] = []
-    seen: set[int] = set()
-    stack = [function]
-    while stack and len(seen) < _SEARCH_LIMIT:
-        item = stack.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, types.FunctionType):
-            stack.extend(cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType())
-            stack.extend(item.__globals__[name] for name in _names(item.__code__) if name in item.__globals__)
-            stack.extend((*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()))
-        elif isinstance(item, types.MethodType):
-            stack.extend((item.__self__, item.__func__))
-        elif isinstance(item, partial):
-            stack.extend((item.func, *item.args, *item.keywords.values()))
-        elif isinstance(item, (tuple, list)):
-            stack.extend(item)
-        elif isinstance(item, dict):
-            stack.extend(item.values())
-        elif not isinstance(item, (type, types.ModuleType)):
-            stack.extend(getattr(item, "__dict__", {}).values())
-    return found
-
-
-def _names(code: types.CodeType) -> list[str]:
-    """The names that a function looks up, functions defined inside it included."""
-    inside = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant)]
-    return [*code.co_names, *inside]

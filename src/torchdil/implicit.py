@@ -31,7 +31,8 @@ from torchdil.graph import Dependence, age, dependence
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import full_precision, no_tangents, plain_saving, tangents_active
 from torchdil.operator import Operator
-from torchdil.solution import Report, Status, handle_failure, mask_failed
+from torchdil.solution import Report, Result, Status, handle_failure, mask_failed
+from torchdil.traced import Source
 
 Residual = Callable[[Tensor], Tensor]
 
@@ -54,6 +55,7 @@ class Condition:
         failed: samples whose forward solve failed, (B,).
         tensors: tensors that `residual` may depend on, as far as known; leaves are found without.
         function: what `residual` calls; its closure is searched for non-leaf tensors that are not in `tensors`.
+        parts: what `residual` depends on, if its Jacobian may be traced, see `torchdil.traced`.
         replay: F for derivatives of higher order, evaluated after the forward pass; None: `residual`.
         bound: see `Operator`.
         pairs: secant pairs of the forward solver, for preconditioners.
@@ -69,6 +71,7 @@ class Condition:
     failed: Tensor
     tensors: tuple[Tensor, ...] = ()
     function: Any = None
+    parts: Any = None
     replay: Residual | None = None
     bound: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -79,24 +82,33 @@ class Condition:
         """g with Jᵀ g = rhs (or J g = rhs), checked by one more product, under the failure policy; no graph."""
         with torch.no_grad(), no_tangents(), full_precision(rhs):
             rhs = rhs.detach()
-            value, status, stats = self.linear_solver.solve(operator, rhs, transpose=transpose)
-            # The residual that a solver keeps by recurrence drifts from the true one in low precision, and knows nothing of a
-            # function that mixes samples. One product tells.
-            if not stats.verified:
-                remainder = rhs - operator.product(transpose)(value) - self.linear_solver.damping * value
-                stats.residual, stats.products = batch.norm(remainder), stats.products + 1
-            stats.norm, stats.damping = batch.norm(value), self.linear_solver.damping
-            missed = (status == Status.converged) & ~(stats.residual <= _SLACK * stats.tolerance)
-            if bool(missed.any()):
-                if stats.spectrum is not None:
-                    attainable = _ROUNDINGS * torch.finfo(rhs.dtype).eps * stats.spectrum.extremes()[1].abs() * stats.norm
-                    missed = missed & ~(stats.residual <= attainable)
-                status = torch.where(missed, int(Status.stagnated), status)
+            value, status, stats = self._solve(operator, rhs, transpose)
+            if operator.source is not None:
+                operator.source.solved()
+                if bool((status != int(Status.converged)).any()) and operator.distrust():
+                    value, status, stats = self._solve(operator, rhs, transpose)  # with true products, to be sure
             status = torch.where(batch.finite(rhs), status, int(Status.non_finite))
             self.report.backward = self.report.outcome(status, stats)
             failed = handle_failure("backward" if transpose else "tangent", self.report.backward, self.on_failure, self.report)
             value = batch.select(status == Status.non_finite, torch.full_like(value, float("nan")), value)
             return mask_failed(value, failed.reshape(-1) | self.failed, self.on_failure)
+
+    def _solve(self, operator: Operator, rhs: Tensor, transpose: bool) -> Result:
+        """What the linear solver gives, converged only where one product of autograd confirms it."""
+        value, status, stats = self.linear_solver.solve(operator, rhs, transpose=transpose)
+        # The residual that a solver keeps by recurrence drifts from the true one in low precision, and knows nothing of a
+        # function that mixes samples, nor of a trace that is out of date. One product tells.
+        if not stats.verified or operator.traced:
+            remainder = rhs - operator.product(transpose)(value) - self.linear_solver.damping * value
+            stats.residual, stats.products = batch.norm(remainder), stats.products + 1
+        stats.norm, stats.damping = batch.norm(value), self.linear_solver.damping
+        missed = (status == Status.converged) & ~(stats.residual <= _SLACK * stats.tolerance)
+        if bool(missed.any()):
+            if stats.spectrum is not None:
+                attainable = _ROUNDINGS * torch.finfo(rhs.dtype).eps * stats.spectrum.extremes()[1].abs() * stats.norm
+                missed = missed & ~(stats.residual <= attainable)
+            status = torch.where(missed, int(Status.stagnated), status)
+        return Result(value, status, stats)
 
 
 class Point:
@@ -115,6 +127,8 @@ class Point:
         self.operator = Operator(condition.residual, y, condition.symmetric, graph=(leaf, primal), key=condition.key)
         self.operator.watched, self.operator.bound = primal.detach(), condition.bound
         self.operator.versions = [(t, t._version) for t in condition.tensors if not t.is_inference()]
+        if condition.parts is not None and condition.replay is not None and (self._boundary or self._hidden):
+            self.operator.source = Source(condition.parts, condition.replay, y.detach(), condition.symmetric)
 
     @property
     def leaves(self) -> list[Tensor]:

@@ -3,6 +3,7 @@
 F maps (B, n) to (B, n) and row b of F depends on row b of y only, so J is block-diagonal and one product serves all samples.
 How a product is made is a strategy, because it decides the speed of everything above it:
 
+- "auto": "backward", until the same layer has been solved with a few times; then what a trace of it leaves (`torchdil.traced`).
 - "backward": `autograd.grad` on the graph of F, built once (double backward for an argmin). Works for every torch function.
 - "forward": forward mode through F, re-evaluated for each product. Often the fastest on a GPU; needs forward-mode rules.
 - "traced": the backward product, traced once; what does not depend on the vector is computed once. For long solves.
@@ -23,8 +24,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torchdil.traced import Linear, Source
+
 Product = Callable[[Tensor], Tensor]
-STRATEGIES = ("backward", "forward", "traced", "measure")
+STRATEGIES = ("auto", "backward", "forward", "traced", "measure")
 
 # Of the rows of the Jacobian that are computed in one batched product: at most this many, and this many numbers. More are no
 # faster, and a batched product may copy the weights for each of its rows.
@@ -57,6 +60,7 @@ class Operator:
             these do not take part in row by row.
         versions: of the tensors among these arguments, when F was evaluated.
         memo: what such a solver has worked out at this point, for its next solve.
+        source: where F comes from, if it may be traced.
     """
 
     def __init__(
@@ -77,10 +81,12 @@ class Operator:
         self.bound: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
         self.versions: list[tuple[Tensor, int]] = []
         self.memo: dict[Hashable, Any] = {}
+        self.source: Source | None = None
         self._graph = graph
         self._key = key
         self._made: dict[tuple[str, bool], Product] = {}
         self._transposed_graph: tuple[Tensor, Tensor] | None = None
+        self._linear: dict[bool, Linear | None] = {}
 
     def check_unchanged(self) -> None:
         """Raise if an argument was changed in place since, as autograd does for its graph, which such a solver goes round."""
@@ -93,6 +99,30 @@ class Operator:
     def shape(self) -> torch.Size:
         """(B, n)."""
         return self.y.shape
+
+    def linear(self, transpose: bool) -> Linear | None:
+        """J or Jᵀ by a trace, where there is one; to be checked, see `torchdil.traced`."""
+        transpose = transpose or self.symmetric
+        if transpose not in self._linear:
+            self._linear[transpose] = None if self.source is None else self.source.linear(transpose)
+        return self._linear[transpose]
+
+    @property
+    def traced(self) -> bool:
+        """Whether a trace was used."""
+        return any(linear is not None and linear.used for linear in self._linear.values())
+
+    def distrust(self) -> bool:
+        """Give up the trace, if one was used."""
+        if not self.traced:
+            return False
+        for linear in self._linear.values():
+            if linear is not None:
+                linear.forget()
+        self._linear = dict.fromkeys((False, True))
+        self._made.clear()
+        self.memo.pop("dense", None)
+        return True
 
     def mv(self, p: Tensor, strategy: str = "backward") -> Tensor:
         """J p, (B, n) -> (B, n)."""
@@ -143,6 +173,9 @@ class Operator:
         self.products += len(vectors)
         if not F.requires_grad:
             return torch.zeros_like(vectors)
+        linear = self.linear(transpose=True)
+        if linear is not None:
+            return linear.rows(vectors)
         if len(vectors) == 1:
             return _vjp(y, F, vectors[0]).unsqueeze(0)
         try:
@@ -170,6 +203,9 @@ class Operator:
             return self._fastest(transpose)
         if strategy == "forward":
             return self._with_fallback(self._forward_product, transpose)
+        linear = self.linear(transpose) if strategy == "auto" else None
+        if linear is not None:
+            return linear.product
         if strategy == "traced":
             return self._with_fallback(self._traced_product, transpose)
         return self._backward_product(transpose)
@@ -218,7 +254,7 @@ class Operator:
         with _choices_lock:
             choice = _choices.get(key) if self._key is not None else None
         if choice is None:
-            choice = min(STRATEGIES[:-1], key=lambda strategy: self._seconds(strategy, transpose))
+            choice = min(STRATEGIES[1:-1], key=lambda strategy: self._seconds(strategy, transpose))
             with _choices_lock:
                 _choices[key] = choice
         return self._make(choice, transpose)

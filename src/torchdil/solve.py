@@ -148,6 +148,7 @@ class Setting:
         condition = self.condition(residual, problem)
         condition.tensors = tuple(t for t in pytree.tree_leaves(args) if isinstance(t, Tensor))
         condition.function = (self.function, args)
+        condition.parts = (self.function, args, statement)
         condition.replay = lambda y: statement.residual(replay, y, args)
         condition.bound = replay, args
         user_call = functools.partial(_bind, call, args)
@@ -313,6 +314,8 @@ class Setting:
             return result
         with no_tangents():
             saddle = met & negative_curvature(point.operator)
+            if bool(saddle.any()) and point.operator.distrust():
+                saddle = met & negative_curvature(point.operator)
         return result._replace(status=torch.where(saddle, int(Status.negative_curvature), result.status))
 
     def conclude(self, result: Result) -> Tensor:

@@ -34,7 +34,7 @@ class LinearSolver(ABC):
         max_steps: the most iterations; None: 10 n + 50, but not over 1000.
         damping: ε; A = J + εI (Jᵀ + εI when transposed), the same in every solver.
         preconditioner: `Jacobi()`, `Nystrom()`, `SecantMemory()` or any callable r -> M⁻¹ r on (B, n) tensors.
-        product: how products with J are made: "backward", "forward", "traced" or "measure" (see `torchdil.operator`).
+        product: how products with J are made: "auto", "backward", "forward", "traced" or "measure" (see `torchdil.operator`).
     """
 
     only: ClassVar[str] = ""  # the one problem whose structure it knows; empty: any
@@ -44,7 +44,7 @@ class LinearSolver(ABC):
     max_steps: int | None = None
     damping: float = 0.0
     preconditioner: Any = None
-    product: str = "backward"
+    product: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("rtol", "atol", "damping"):
