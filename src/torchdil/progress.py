@@ -69,6 +69,19 @@ class Progress:
         if self._taken % _REVIEW_EVERY == 0:
             self._review(residual)
 
+    @property
+    def state(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Who runs, the codes and the steps, (B,) each: for a solver that keeps these itself."""
+        return self.running, self._status, self.steps
+
+    def update(self, residual: Tensor, running: Tensor, status: Tensor, steps: Tensor) -> None:
+        """One step was taken by a solver that keeps the state itself."""
+        self._taken += 1
+        self.running, self._status, self.steps = running, status, steps
+        self.history.append(residual)
+        if self._taken % _REVIEW_EVERY == 0:
+            self._review(residual)
+
     def stop(self, mask: Tensor, status: Status | Tensor) -> None:
         """End the running samples in `mask` with `status`, one for all or one each."""
         mask = mask & self.running
