@@ -60,7 +60,7 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
             return None
         if isinstance(item, Tensor):
             tensors.append(item)
-            key += (kind, item.shape, item.stride(), item.dtype, item.device)
+            key += (kind, item.shape, item.stride(), item.dtype, item.device, item.requires_grad)
         elif isinstance(item, nn.Module):
             names = [name for name in item.__dict__ if name not in _OF_MODULES]
             key += (kind, *names, *item._parameters, *item._buffers, *item._modules, item.training)

@@ -1,11 +1,12 @@
-"""Which tensors from outside an evaluation depends on: read off the autograd graph that it left."""
+"""Which tensors from outside an evaluation depends on, read off the autograd graph that it left, and derivatives along it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
@@ -93,3 +94,39 @@ def has_custom_function(value: Tensor, first: int) -> bool:
 def _edge(t: Tensor) -> tuple[Any, int]:
     edge = get_gradient_edge(t)
     return edge.node, edge.output_nr
+
+
+def partial_derivatives(
+    F: Tensor, g: Tensor, tensors: list[Tensor], output: Tensor, create_graph: bool = True
+) -> tuple[Tensor | None, ...]:
+    """gᵀ ∂F/∂t for each t in `tensors`, the others and `output` held fixed.
+
+    `autograd.grad` alone would follow one tensor's history into another, and the output's own history into all of them. Hooks
+    stop the walk there, for the one walk that starts below. The user's own hooks are for the gradients that come of it later.
+    """
+    walk: list[int] = []
+
+    def inside() -> bool:
+        return torch._C._current_graph_task_id() in walk
+
+    def stop(grads: tuple[Tensor, ...]) -> Any:
+        return (None,) * len(grads) if inside() else None
+
+    def outside_only(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        return lambda grad: None if inside() else hook(grad)
+
+    handles: list[Any] = [F.register_hook(lambda _: walk.append(torch._C._current_graph_task_id()))]
+    handles += [t.grad_fn.register_prehook(stop) for t in (output, *tensors) if t.grad_fn is not None]
+    tables: list[Any] = [t._backward_hooks for t in tensors if t._backward_hooks]
+    theirs = [(hooks, key, hook) for hooks in tables for key, hook in hooks.items()]
+    for hooks, key, hook in theirs:
+        hooks[key] = outside_only(hook)
+    try:
+        # Retained: what lies behind the tensors belongs to others, and the walk that called for this one may need it.
+        return torch.autograd.grad(F, tensors, g, retain_graph=True, create_graph=create_graph, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for hooks, key, hook in theirs:
+            if key in hooks:
+                hooks[key] = hook

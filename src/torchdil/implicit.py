@@ -27,7 +27,7 @@ from torch._C import _functorch as functorch
 from torch.autograd import forward_ad as fwd
 
 from torchdil import batch
-from torchdil.graph import Dependence, age, dependence
+from torchdil.graph import Dependence, age, dependence, partial_derivatives
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import full_precision, no_tangents, plain_saving, tangents_active
 from torchdil.operator import Operator
@@ -128,7 +128,8 @@ class Point:
         self.operator.watched, self.operator.bound = primal.detach(), condition.bound
         self.operator.versions = [(t, t._version) for t in condition.tensors if not t.is_inference()]
         if condition.parts is not None and condition.replay is not None and (self._boundary or self._hidden):
-            self.operator.source = Source(condition.parts, condition.replay, y.detach(), condition.symmetric)
+            boundary = [] if self._hidden else self._boundary
+            self.operator.source = Source(condition.parts, condition.replay, y.detach(), condition.symmetric, boundary)
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -144,7 +145,9 @@ class Point:
         self.operator.pairs = self.condition.pairs
         if tracked:
             link = _Link(self.condition, self.operator, True, self.F, self._boundary, self._hidden, self.y)
-            return _Implicit.apply(link, self.F, *self._boundary)
+            # Where derivatives of F are traced, its own graph is left to those that are not.
+            link.cut = tangent is None and self.operator.source is not None and self.operator.source.pulls
+            return _Implicit.apply(link, self.F.detach() if link.cut else self.F, *self._boundary)
         # F requires grad because of its leaf; nothing else does, so y must not.
         assert tangent is not None
         link = _Link(self.condition, self.operator, True, self.F, [], False, self.y)
@@ -163,6 +166,7 @@ class _Link:
         boundary: the tensors that F depends on.
         hidden: whether F depends on a non-leaf tensor that could not be found.
         y: the solution (detached: a reference to the output itself would be a cycle).
+        cut: whether the node is not linked to the graph of F, and works out the derivatives of F itself.
     """
 
     condition: Condition
@@ -172,6 +176,19 @@ class _Link:
     boundary: list[Tensor]
     hidden: bool
     y: Tensor
+    cut: bool = False
+
+    def pull(self, g: Tensor) -> tuple[Tensor | None, ...]:
+        """gᵀ ∂F/∂t for each t of the boundary that the backward pass asks for."""
+        # Of a leaf the engine does not tell.
+        asked = [t.grad_fn is None or torch._C._will_engine_execute_node(t.grad_fn) for t in self.boundary]
+        source = self.operator.source
+        if all(asked) and source is not None and (found := source.pull(g, self.boundary)) is not None:
+            return found
+        needed = [t for t, wanted in zip(self.boundary, asked, strict=True) if wanted]
+        leaf, _ = self.operator.graph()
+        found = iter(partial_derivatives(self.F, g, needed, leaf, create_graph=False))
+        return tuple(next(found) if wanted else None for wanted in asked)
 
     def solve(self, rhs: Tensor, transpose: bool) -> Tensor:
         return self.condition.solve(self.operator, rhs, transpose)
@@ -216,7 +233,8 @@ class _Implicit(torch.autograd.Function):
                 "explicit args, or one gradient at a time."
             )
         if not torch.is_grad_enabled() and not tangents_active():
-            return None, -link.solve(v, link.transpose), *nothing
+            g = link.solve(v, link.transpose)
+            return (None, None, *link.pull(-g)) if link.cut else (None, -g, *nothing)
         output, *_ = ctx.saved_tensors  # also raises if a tensor of the boundary was changed in place
         return None, None, *_pull_back(link, output, v)
 
@@ -249,42 +267,6 @@ def _pull_back(link: _Link, output: Tensor, v: Tensor) -> tuple[Tensor | None, .
         _check_same(link, F, dependence(F, output, first, (output, *link.boundary), None))
         g = link.attach(adjoint, link.solve(v, link.transpose), not link.transpose, output, v)
         return partial_derivatives(F, -g, link.boundary, output)
-
-
-def partial_derivatives(
-    F: Tensor, g: Tensor, tensors: list[Tensor], output: Tensor, create_graph: bool = True
-) -> tuple[Tensor | None, ...]:
-    """gᵀ ∂F/∂t for each t in `tensors`, the others and `output` held fixed.
-
-    `autograd.grad` alone would follow one tensor's history into another, and the output's own history into all of them. Hooks
-    stop the walk there, for the one walk that starts below. The user's own hooks are for the gradients that come of it later.
-    """
-    walk: list[int] = []
-
-    def inside() -> bool:
-        return torch._C._current_graph_task_id() in walk
-
-    def stop(grads: tuple[Tensor, ...]) -> Any:
-        return (None,) * len(grads) if inside() else None
-
-    def outside_only(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        return lambda grad: None if inside() else hook(grad)
-
-    handles: list[Any] = [F.register_hook(lambda _: walk.append(torch._C._current_graph_task_id()))]
-    handles += [t.grad_fn.register_prehook(stop) for t in (output, *tensors) if t.grad_fn is not None]
-    tables: list[Any] = [t._backward_hooks for t in tensors if t._backward_hooks]
-    theirs = [(hooks, key, hook) for hooks in tables for key, hook in hooks.items()]
-    for hooks, key, hook in theirs:
-        hooks[key] = outside_only(hook)
-    try:
-        # Retained: what lies behind the tensors belongs to others, and the walk that called for this one may need it.
-        return torch.autograd.grad(F, tensors, g, retain_graph=True, create_graph=create_graph, allow_unused=True)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for hooks, key, hook in theirs:
-            if key in hooks:
-                hooks[key] = hook
 
 
 def _attached_tangent(link: _Link) -> Tensor:

@@ -12,7 +12,7 @@ What is left of the Hessian of an energy with one hidden layer: a matrix product
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,25 +42,63 @@ Coefficient = float | fx.Node
 
 
 @dataclass
-class Split:
-    """The two halves: `linear(p, *prelude(y, *captured))` is the product.
+class Linear:
+    """A linear function, as operations: `module(vector, *(saved[i] for i in places))` gives its outputs.
 
     Attributes:
-        prelude: a module (y, *captured) -> tensors.
-        linear: a module (p, *tensors) -> product.
+        module: the operations.
+        places: of what it takes from the prelude.
+    """
+
+    module: fx.GraphModule
+    places: list[int]
+
+
+@dataclass
+class Split:
+    """A function of a point and of vectors, linear in each of these, taken apart.
+
+    Attributes:
+        prelude: a module (y, *captured) -> saved tensors.
+        parts: of each vector, what becomes of it.
         captured: the tensors that the function had closed over, themselves.
     """
 
     prelude: fx.GraphModule
-    linear: fx.GraphModule
+    parts: list[Linear]
     captured: list[Tensor]
 
 
-def split(product: Callable[[Tensor, Tensor], Tensor], y: Tensor, p: Tensor) -> Split:
-    """Trace `product(y, p)`, which is linear in p, and split it."""
+def split(function: Callable[..., Sequence[tuple[Tensor, ...]]], y: Tensor, *vectors: Tensor) -> Split:
+    """Trace `function(y, *vectors)`, whose k-th result, a tuple, is linear in the k-th vector and depends on no other."""
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and few need it
 
-    return _Splitter(make_fx(product)(y, p)).split()
+    traced = make_fx(function)(y, *vectors)
+    prelude = _Prelude(traced)
+    first, *others = (node for node in traced.graph.nodes if node.op == "placeholder")
+    prelude.known[first] = prelude.inputs.first
+    parts = [_Part(prelude, vector) for vector in others]
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            prelude.capture(node)
+        elif node.op == "call_function":
+            _deal(node, prelude, parts)
+        elif node.op == "output":
+            for part, results in zip(parts, node.args[0], strict=True):
+                part.graph.output(tuple(part.value(result) for result in results))
+    return Split(prelude.module([node for part in parts for node in part.handed]), [part.linear() for part in parts], prelude.tensors())
+
+
+def _deal(node: fx.Node, prelude: _Prelude, parts: list[_Part]) -> None:
+    """Put a call where it belongs."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None and schema.is_mutable and node.target not in _RESHAPED:
+        raise NotImplementedError(f"{node.target} changes its argument, which cannot be split")
+    for part in parts:
+        if any(source in part.terms for source in node.all_input_nodes):
+            part.take(node)
+            return
+    prelude.known[node] = prelude.graph.node_copy(node, prelude.known.__getitem__)
 
 
 class _Inputs:
@@ -76,91 +114,30 @@ class _Inputs:
         return self.last
 
 
-class _Splitter:
-    """The nodes of a traced product, dealt out to two new graphs."""
+class _Prelude:
+    """What depends on no vector."""
 
     def __init__(self, traced: fx.GraphModule):
-        self.traced = traced
-        self.prelude, self.linear = fx.Graph(), fx.Graph()
-        self.point, self.vector = _Inputs(self.prelude, "y"), _Inputs(self.linear, "p")
-        self.known: dict[fx.Node, fx.Node] = {}  # in the prelude, of nodes that do not depend on p
-        self.terms: dict[fx.Node, dict[fx.Node, Coefficient]] = {}  # of nodes that do: values of `linear`, their coefficients
-        self.handed: dict[fx.Node, fx.Node] = {}  # from the prelude to `linear`
-        self.made: dict[fx.Node, fx.Node] = {}  # the sums of the terms
-        self.captured: dict[str, fx.Node] = {}
+        self.traced, self.graph = traced, fx.Graph()
+        self.inputs = _Inputs(self.graph, "y")
+        self.known: dict[fx.Node, fx.Node] = {}  # of the traced nodes
+        self.saved: dict[fx.Node, int] = {}
+        self._captured: dict[str, fx.Node] = {}
 
-    def split(self) -> Split:
-        y, p = (node for node in self.traced.graph.nodes if node.op == "placeholder")
-        self.known[y], self.terms[p] = self.point.first, {self.vector.first: 1.0}
-        for node in self.traced.graph.nodes:
-            if node.op == "get_attr":
-                self.known[node] = self.capture(node.target)
-            elif node.op == "call_function":
-                self.deal(node)
-            elif node.op == "output":
-                self.linear.output(self.value(node.args[0]))
-        self.prelude.output(tuple(self.handed))
-        for graph in (self.prelude, self.linear):
-            graph.eliminate_dead_code()
-        captured = [getattr(self.traced, name) for name in self.captured]
-        return Split(fx.GraphModule({}, self.prelude), fx.GraphModule({}, self.linear), captured)
+    def capture(self, node: fx.Node) -> None:
+        name = str(node.target)
+        if name not in self._captured:
+            self._captured[name] = self.inputs.add(f"captured_{len(self._captured)}")
+        self.known[node] = self._captured[name]
 
-    def capture(self, name: str) -> fx.Node:
-        if name not in self.captured:
-            self.captured[name] = self.point.add(f"captured_{len(self.captured)}")
-        return self.captured[name]
+    def tensors(self) -> list[Tensor]:
+        return [getattr(self.traced, name) for name in self._captured]
 
-    def deal(self, node: fx.Node) -> None:
-        """Put a call where it belongs."""
-        if node.target not in _RESHAPED and getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable:
-            raise NotImplementedError(f"{node.target} changes its argument, which cannot be split")
-        if not any(source in self.terms for source in node.all_input_nodes):
-            self.known[node] = self.prelude.node_copy(node, self.known.__getitem__)
-            return
-        terms = self.sum(node) or self.scaled(node)
-        if terms is None:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value)
-            terms = {self.linear.call_function(node.target, args, kwargs): 1.0}
-        self.terms[node] = terms
-
-    def sum(self, node: fx.Node) -> dict[fx.Node, Coefficient] | None:
-        """The terms of a sum or difference of two values that depend on p, of one shape."""
-        if node.target not in (aten.add.Tensor, aten.sub.Tensor):
-            return None
-        if not all(isinstance(arg, fx.Node) and arg in self.terms and _like(arg, node) for arg in node.args):
-            return None
-        factor = node.kwargs.get("alpha", 1) * (1.0 if node.target is aten.add.Tensor else -1.0)
-        terms = dict(self.terms[node.args[0]])
-        for value, coefficient in self.terms[node.args[1]].items():
-            more = self.times(coefficient, factor)
-            terms[value] = self.plus(terms[value], more) if value in terms else more
-        return terms
-
-    def scaled(self, node: fx.Node) -> dict[fx.Node, Coefficient] | None:
-        """The terms of one value that depends on p times one that does not."""
-        sources = [arg for arg in node.all_input_nodes if arg in self.terms]
-        if len(sources) != 1 or not _like(sources[0], node):
-            return None
-        source, args, factor = sources[0], node.args, None
-        if node.target in _SAME:
-            factor = 1.0
-        elif node.target is aten.neg.default:
-            factor = -1.0
-        elif node.target in (aten.mul.Tensor, aten.mul.Scalar):
-            factor = self.constant(args[1] if args[0] is source else args[0])
-        elif node.target in (aten.div.Tensor, aten.div.Scalar) and args[0] is source and len(args) == 2:
-            divisor = self.constant(args[1])
-            factor = 1 / divisor if isinstance(divisor, float) else self.prelude.call_function(aten.reciprocal.default, (divisor,))
-        elif node.target in _ELEMENTWISE and args[0] is source:
-            meta = node.meta["val"]
-            ones = self.prelude.call_function(
-                aten.ones.default, (list(meta.shape),), {"dtype": meta.dtype, "device": meta.device}
-            )
-            rest = fx.node.map_arg((args[1:], node.kwargs), self.known.__getitem__)
-            factor = self.prelude.call_function(node.target, (ones, *rest[0]), rest[1])
-        if factor is None:
-            return None
-        return {value: self.times(coefficient, factor) for value, coefficient in self.terms[source].items()}
+    def module(self, handed: list[fx.Node]) -> fx.GraphModule:
+        self.saved = {node: place for place, node in enumerate(dict.fromkeys(handed))}
+        self.graph.output(tuple(self.saved))
+        self.graph.eliminate_dead_code()
+        return fx.GraphModule({}, self.graph)
 
     def constant(self, given: Any) -> Coefficient:
         return self.known[given] if isinstance(given, fx.Node) else float(given)
@@ -168,44 +145,119 @@ class _Splitter:
     def times(self, a: Coefficient, b: Coefficient) -> Coefficient:
         if isinstance(a, float) and isinstance(b, float):
             return a * b
-        if isinstance(a, float) or isinstance(b, float):
-            node, number = (b, a) if isinstance(a, float) else (a, b)
-            return node if number == 1.0 else self.prelude.call_function(aten.mul.Tensor, (node, number))
-        return self.prelude.call_function(aten.mul.Tensor, (a, b))
+        node, other = (a, b) if isinstance(a, fx.Node) else (b, a)
+        return node if other == 1.0 else self.graph.call_function(aten.mul.Tensor, (node, other))
 
     def plus(self, a: Coefficient, b: Coefficient) -> Coefficient:
         if isinstance(a, float) and isinstance(b, float):
             return a + b
         node, other = (a, b) if isinstance(a, fx.Node) else (b, a)
-        return self.prelude.call_function(aten.add.Tensor, (node, other))
+        return self.graph.call_function(aten.add.Tensor, (node, other))
+
+
+class _Part:
+    """What depends on one vector."""
+
+    def __init__(self, prelude: _Prelude, vector: fx.Node):
+        self.prelude, self.graph = prelude, fx.Graph()
+        self.inputs = _Inputs(self.graph, "vector")
+        # Of the traced nodes: values of this graph with their coefficients.
+        self.terms: dict[fx.Node, dict[fx.Node, Coefficient]] = {vector: {self.inputs.first: 1.0}}
+        self.handed: dict[fx.Node, fx.Node] = {}  # by the prelude
+        self._made: dict[fx.Node, fx.Node] = {}  # the sums of the terms
+
+    def linear(self) -> Linear:
+        self.graph.eliminate_dead_code()
+        return Linear(fx.GraphModule({}, self.graph), [self.prelude.saved[node] for node in self.handed])
+
+    def take(self, node: fx.Node) -> None:
+        terms = self.sum(node) or self.scaled(node) or self.turned(node)
+        if terms is None:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value)
+            terms = {self.graph.call_function(node.target, args, kwargs): 1.0}
+        self.terms[node] = terms
+
+    def sum(self, node: fx.Node) -> dict[fx.Node, Coefficient] | None:
+        """The terms of a sum or difference of two values, of one shape."""
+        if node.target not in (aten.add.Tensor, aten.sub.Tensor):
+            return None
+        if not all(isinstance(arg, fx.Node) and arg in self.terms and _like(arg, node) for arg in node.args):
+            return None
+        factor = node.kwargs.get("alpha", 1) * (1.0 if node.target is aten.add.Tensor else -1.0)
+        terms = dict(self.terms[node.args[0]])
+        for value, coefficient in self.terms[node.args[1]].items():
+            more = self.prelude.times(coefficient, factor)
+            terms[value] = self.prelude.plus(terms[value], more) if value in terms else more
+        return terms
+
+    def scaled(self, node: fx.Node) -> dict[fx.Node, Coefficient] | None:
+        """The terms of a value times something of the prelude."""
+        sources = [arg for arg in node.all_input_nodes if arg in self.terms]
+        if len(sources) != 1 or not _like(sources[0], node):
+            return None
+        source, args, prelude, factor = sources[0], node.args, self.prelude, None
+        if node.target in _SAME:
+            factor = 1.0
+        elif node.target is aten.neg.default:
+            factor = -1.0
+        elif node.target in (aten.mul.Tensor, aten.mul.Scalar):
+            factor = prelude.constant(args[1] if args[0] is source else args[0])
+        elif node.target in (aten.div.Tensor, aten.div.Scalar) and args[0] is source and len(args) == 2:
+            divisor = prelude.constant(args[1])
+            factor = 1 / divisor if isinstance(divisor, float) else prelude.graph.call_function(aten.reciprocal.default, (divisor,))
+        elif node.target in _ELEMENTWISE and args[0] is source:
+            meta = node.meta["val"]
+            kind = {"dtype": meta.dtype, "device": meta.device}
+            ones = prelude.graph.call_function(aten.ones.default, (list(meta.shape),), kind)
+            rest, named = fx.node.map_arg((args[1:], node.kwargs), prelude.known.__getitem__)
+            factor = prelude.graph.call_function(node.target, (ones, *rest), named)
+        if factor is None:
+            return None
+        return {value: prelude.times(coefficient, factor) for value, coefficient in self.terms[source].items()}
+
+    def turned(self, node: fx.Node) -> dict[fx.Node, Coefficient] | None:
+        """The term of (A B)ᵀ, as Bᵀ Aᵀ."""
+        if node.target is not aten.t.default or len(terms := self.terms[node.args[0]]) != 1:
+            return None
+        ((value, coefficient),) = terms.items()
+        if value.target is not aten.mm.default or coefficient != 1.0:
+            return None
+        left, right = (self.graph.call_function(aten.t.default, (arg,)) for arg in reversed(value.args))
+        product = self.graph.call_function(aten.mm.default, (left, right))
+        return {product: 1.0}
 
     def value(self, node: fx.Node) -> fx.Node:
-        """A node in `linear`: handed over by the prelude, or the sum of its terms."""
-        if node in self.known:
-            return self.hand(self.known[node])
-        if node not in self.made:
+        """A node of this graph: handed over by the prelude, or the sum of its terms."""
+        if node in self.prelude.known:
+            return self.hand(self.prelude.known[node])
+        if node not in self._made:
             # Those with the coefficient 1 first: to add to them takes no product.
             terms = sorted(self.terms[node].items(), key=lambda term: term[1] != 1.0 if isinstance(term[1], float) else 1)
             total: fx.Node | None = None
             for value, coefficient in terms:
                 total = self.add(total, value, coefficient if isinstance(coefficient, float) else self.hand(coefficient))
             assert total is not None
-            self.made[node] = total
-        return self.made[node]
+            self._made[node] = total
+        return self._made[node]
 
     def hand(self, node: fx.Node) -> fx.Node:
         if node not in self.handed:
-            self.handed[node] = self.vector.add(f"saved_{len(self.handed)}")
+            self.handed[node] = self.inputs.add(f"saved_{len(self.handed)}")
         return self.handed[node]
 
     def add(self, total: fx.Node | None, value: fx.Node, coefficient: Coefficient) -> fx.Node:
         """total + coefficient ⊙ value."""
-        call = self.linear.call_function
+        call = self.graph.call_function
         if total is None:
             return value if coefficient == 1.0 else call(aten.mul.Tensor, (value, coefficient))
-        if isinstance(coefficient, float):
-            return call(aten.add.Tensor, (total, value), {"alpha": coefficient})
-        return call(aten.addcmul.default, (total, value, coefficient))
+        if not isinstance(coefficient, float):
+            return call(aten.addcmul.default, (total, value, coefficient))
+        if coefficient == 1.0 and total.target is value.target is aten.mm.default:
+            # A large result is written once, and not three times.
+            sides = zip(total.args, value.args, strict=True)
+            left, right = (call(aten.cat.default, (list(pair), axis)) for axis, pair in zip((1, 0), sides, strict=True))
+            return call(aten.mm.default, (left, right))
+        return call(aten.add.Tensor, (total, value), {"alpha": coefficient})
 
 
 def _like(a: fx.Node, b: fx.Node) -> bool:

@@ -86,7 +86,6 @@ class Operator:
         self._key = key
         self._made: dict[tuple[str, bool], Product] = {}
         self._transposed_graph: tuple[Tensor, Tensor] | None = None
-        self._linear: dict[bool, Linear | None] = {}
 
     def check_unchanged(self) -> None:
         """Raise if an argument was changed in place since, as autograd does for its graph, which such a solver goes round."""
@@ -102,24 +101,19 @@ class Operator:
 
     def linear(self, transpose: bool) -> Linear | None:
         """J or Jᵀ by a trace, where there is one; to be checked, see `torchdil.traced`."""
-        transpose = transpose or self.symmetric
-        if transpose not in self._linear:
-            self._linear[transpose] = None if self.source is None else self.source.linear(transpose)
-        return self._linear[transpose]
+        return None if self.source is None else self.source.linear(transpose)
 
     @property
     def traced(self) -> bool:
         """Whether a trace was used."""
-        return any(linear is not None and linear.used for linear in self._linear.values())
+        return self.source is not None and self.source.used
 
     def distrust(self) -> bool:
         """Give up the trace, if one was used."""
-        if not self.traced:
+        if self.source is None or not self.source.used:
             return False
-        for linear in self._linear.values():
-            if linear is not None:
-                linear.forget()
-        self._linear = dict.fromkeys((False, True))
+        self.source.forget()
+        self.source = None
         self._made.clear()
         self.memo.pop("dense", None)
         return True

@@ -6,6 +6,8 @@ status, its step count and, because solvers select what moves, its value.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -51,6 +53,8 @@ class Progress:
         self._check_every = check_every(residual.device)
         self._taken = 0
         self._table, self._score = table, score
+        self._residuals: list[Any] = []
+        self._latest: tuple[Any, Any, Any] = self.state
         self._record(residual)
         self._review(residual)
 
@@ -74,13 +78,39 @@ class Progress:
         """Who runs, the codes and the steps, (B,) each: for a solver that keeps these itself."""
         return self.running, self._status, self.steps
 
-    def update(self, residual: Tensor, running: Tensor, status: Tensor, steps: Tensor) -> None:
-        """One step was taken by a solver that keeps the state itself."""
+    def update(self, residual: Any, running: Any, status: Any, steps: Any) -> tuple[bool, tuple[Any, Any, Any]]:
+        """One step was taken by a solver that keeps the state itself, as tensors or, of one sample, as numbers.
+
+        Returns:
+            `finished()`, and the state.
+        """
         self._taken += 1
-        self.running, self._status, self.steps = running, status, steps
-        self.history.append(residual)
-        if self._taken % _REVIEW_EVERY == 0:
-            self._review(residual)
+        self._latest = running, status, steps
+        self._residuals.append(residual)
+        number = not isinstance(running, Tensor)
+        if self._taken % _REVIEW_EVERY == 0 or (number and not running):
+            self._absorb()
+            self._review(self.history[-1])
+            kept = self.state
+            self._latest = (kept[0].item(), kept[1].item(), kept[2].item()) if number else kept
+        elif number:
+            return self._taken >= self._max_steps, self._latest
+        else:
+            self.running = running
+        return self.finished(), self._latest
+
+    def _absorb(self) -> None:
+        """Take over what such a solver has left."""
+        if self._residuals:
+            like = self.tolerance
+            self.running, self._status, self.steps = (
+                part if isinstance(part, Tensor) else torch.full_like(old, part)
+                for part, old in zip(self._latest, self.state, strict=True)
+            )
+            if not isinstance(self._residuals[0], Tensor):
+                self._residuals = list(like.new_tensor(self._residuals).unsqueeze(1).unbind())
+            self.history += self._residuals
+            self._residuals = []
 
     def stop(self, mask: Tensor, status: Status | Tensor) -> None:
         """End the running samples in `mask` with `status`, one for all or one each."""
@@ -111,6 +141,7 @@ class Progress:
 
     def status(self) -> Tensor:
         """A `Status` code per sample, (B,); call when finished."""
+        self._absorb()
         self._review(self.history[-1])
         self._show(last=True)
         status = torch.where(self._status == _RUNNING, int(Status.max_steps), self._status)

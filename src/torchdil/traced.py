@@ -21,6 +21,7 @@ from torch import Tensor
 
 from torchdil.captures import signature
 from torchdil.compiled import tracing
+from torchdil.graph import partial_derivatives
 from torchdil.linearize import Split, split
 
 Product = Callable[[Tensor], Tensor]
@@ -33,36 +34,47 @@ _REMEMBERED = 64
 
 
 class _Memory:
-    """What is known of one function: how often its Jacobian was solved with, and its traces, of J and of Jᵀ."""
+    """What is known of one function: how often its Jacobian was solved with, and its trace."""
 
     def __init__(self) -> None:
         self.solves = 0
         self.refused = False
-        self.traces: dict[bool, _Trace] = {}
+        self.trace: _Trace | None = None
 
 
 class _Trace:
-    """A traced product, and the routines that were compiled with it."""
+    """Jᵀp, J p and gᵀ ∂F/∂θ, traced, and the routines that were compiled with them.
 
-    def __init__(self, halves: Split, tensors: list[Tensor]):
+    Attributes:
+        pulled: the places, among what the function reads, of the θ that F depends on.
+    """
+
+    def __init__(self, halves: Split, tensors: list[Tensor], pulled: list[int], symmetric: bool):
         places = {id(t): i for i, t in enumerate(tensors)}
         # By the place in the list of what the function reads; what is not there was made by the function itself.
         self._where = [places.get(id(t), t.detach()) for t in halves.captured]
-        self._halves = halves
+        self._prelude, parts = halves.prelude, list(halves.parts)
+        self._parts = {"pull": parts.pop()} if len(parts) > (1 if symmetric else 2) else {}
+        self._parts |= {True: parts[0], False: parts[-1]}
+        self.pulled = pulled
         self._routines: dict[Hashable, Routine] = {}
         self._lock = threading.Lock()
 
     def prelude(self, y: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         captured = (tensors[place].detach() if isinstance(place, int) else place for place in self._where)
-        return self._call("prelude", self._halves.prelude, (), (y, *captured))
+        return self._call("prelude", self._prelude, (), (y, *captured))
 
-    def run(self, key: Hashable, routine: Routine, saved: tuple[Tensor, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        count, linear = len(tensors), self._halves.linear
+    def run(
+        self, part: Hashable, key: Hashable, routine: Routine, saved: tuple[Tensor, ...], tensors: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """`routine(function, *tensors)` with the linear function of that part."""
+        count, linear = len(tensors), self._parts[part]
 
         def bound(*inputs: Tensor) -> tuple[Tensor, ...]:
-            return routine(lambda p: linear(p, *inputs[count:]), *inputs[:count])
+            return routine(lambda p: linear.module(p, *inputs[count:]), *inputs[:count])
 
-        return self._call((key, *((t.shape, t.dtype) for t in tensors)), bound, tensors, saved)
+        key = (part, key, *((t.shape, t.dtype) for t in tensors))
+        return self._call(key, bound, tensors, tuple(saved[place] for place in linear.places))
 
     def _call(
         self, key: Hashable, function: Routine, tensors: tuple[Tensor, ...], saved: tuple[Tensor, ...]
@@ -74,39 +86,22 @@ class _Trace:
 
 
 class Linear:
-    """J, or Jᵀ, at a point, by a trace.
+    """J, or Jᵀ, at a point, by a trace."""
 
-    Attributes:
-        used: whether anything was computed by it.
-    """
-
-    def __init__(self, trace: _Trace, memory: _Memory, y: Tensor, tensors: list[Tensor]):
-        self._trace, self._memory, self._y, self._tensors = trace, memory, y, tensors
-        self._saved: tuple[Tensor, ...] | None = None
-
-    @property
-    def used(self) -> bool:
-        return self._saved is not None
+    def __init__(self, source: Source, transpose: bool):
+        self._source, self._transpose = source, transpose
 
     def product(self, p: Tensor) -> Tensor:
         """J p, (B, n) -> (B, n)."""
-        return self.run("product", lambda product, p: (product(p),), p)[0]
+        return self.run("product", lambda product, p: product(p), p)[0]
 
     def rows(self, vectors: Tensor) -> Tensor:
         """J p for k vectors at once, (k, B, n) -> (k, B, n)."""
-        return self.run("rows", lambda product, vectors: (torch.func.vmap(product)(vectors),), vectors)[0]
+        return self.run("rows", lambda product, vectors: torch.func.vmap(product)(vectors), vectors)[0]
 
-    @torch.no_grad()
     def run(self, key: Hashable, routine: Routine, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """`routine(product, *tensors)`, which must depend on nothing else but the key."""
-        if self._saved is None:
-            self._saved = self._trace.prelude(self._y, self._tensors)
-        return self._trace.run(key, routine, self._saved, *tensors)
-
-    def forget(self) -> None:
-        """It was wrong: this function is not to be traced again."""
-        self._memory.refused = True
-        self._memory.traces.clear()
+        """`routine(product, *tensors)`, which must depend on nothing else but the key; `product(p)` gives a tuple of one."""
+        return self._source.run(self._transpose, key, routine, tensors)
 
 
 class Source:
@@ -117,11 +112,19 @@ class Source:
         residual: F, (B, n) -> (B, n).
         y: the point, (B, n).
         symmetric: whether J = Jᵀ.
+        boundary: the tensors that gradients are wanted of; none: products with J only.
+
+    Attributes:
+        used: whether anything was computed by a trace.
     """
 
-    def __init__(self, parts: Any, residual: Callable[[Tensor], Tensor], y: Tensor, symmetric: bool):
-        self._memory = self._tensors = None
-        self._y = y
+    def __init__(
+        self, parts: Any, residual: Callable[[Tensor], Tensor], y: Tensor, symmetric: bool, boundary: list[Tensor]
+    ):
+        self._y, self._symmetric = y, symmetric
+        self._memory: _Memory | None = None
+        self._tensors: list[Tensor] = []
+        self._saved: tuple[Tensor, ...] | None = None
         if (found := signature((parts, y, symmetric))) is None:
             return
         self._tensors, key = found
@@ -132,8 +135,17 @@ class Source:
                 _memories[key] = _Memory()
             self._memory = _memories[key]
         # Traced now, when the function reads what it read for F, though it is used only in the backward pass.
-        if self._memory.solves >= _PATIENCE and not self._memory.traces and not self._memory.refused:
-            self._trace(residual, symmetric)
+        if self._memory.solves >= _PATIENCE and self._memory.trace is None and not self._memory.refused:
+            self._trace(residual, boundary)
+
+    @property
+    def pulls(self) -> bool:
+        """Whether gᵀ ∂F/∂θ is traced."""
+        return self._memory is not None and self._memory.trace is not None and bool(self._memory.trace.pulled)
+
+    @property
+    def used(self) -> bool:
+        return self._saved is not None
 
     def solved(self) -> None:
         """Count a solve."""
@@ -141,37 +153,58 @@ class Source:
             self._memory.solves += 1
 
     def linear(self, transpose: bool) -> Linear | None:
-        """J, or with `transpose` Jᵀ, traced, if it is worth it."""
-        if self._memory is None or (trace := self._memory.traces.get(transpose)) is None:
-            return None
-        return Linear(trace, self._memory, self._y, self._tensors)
+        """J, or with `transpose` Jᵀ, if it is traced."""
+        return None if self._memory is None or self._memory.trace is None else Linear(self, transpose or self._symmetric)
 
-    def _trace(self, residual: Callable[[Tensor], Tensor], symmetric: bool) -> None:
-        def transposed(y: Tensor, p: Tensor) -> Tensor:
+    def pull(self, g: Tensor, boundary: list[Tensor]) -> tuple[Tensor | None, ...] | None:
+        """gᵀ ∂F/∂t for each t in `boundary`, if it is traced."""
+        if not self.pulls:
+            return None
+        assert self._memory is not None and self._memory.trace is not None
+        found = self.run("pull", None, lambda pull, g: pull(g), (g,))
+        by_id = {id(self._tensors[place]): grad for place, grad in zip(self._memory.trace.pulled, found, strict=True)}
+        return tuple(by_id.get(id(t)) for t in boundary) if all(id(t) in by_id for t in boundary) else None
+
+    @torch.no_grad()
+    def run(self, part: Hashable, key: Hashable, routine: Routine, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert self._memory is not None and self._memory.trace is not None
+        if self._saved is None:
+            self._saved = self._memory.trace.prelude(self._y, self._tensors)
+        return self._memory.trace.run(part, key, routine, self._saved, tensors)
+
+    def forget(self) -> None:
+        """The trace was wrong: this function is not to be traced again."""
+        if self._memory is not None:
+            self._memory.refused, self._memory.trace, self._memory = True, None, None
+
+    def _trace(self, residual: Callable[[Tensor], Tensor], boundary: list[Tensor]) -> None:
+        places = {id(t): i for i, t in enumerate(self._tensors)}
+        pulled = [places[id(t)] for t in boundary] if all(id(t) in places for t in boundary) else []
+
+        def derivatives(y: Tensor, *vectors: Tensor) -> list[tuple[Tensor, ...]]:
             with torch.enable_grad():
                 leaf = y.detach().requires_grad_()
-                (product,) = torch.autograd.grad(residual(leaf), leaf, p)
-            return product
+                F = residual(leaf)
+                found = [torch.autograd.grad(F, leaf, vectors[0], retain_graph=True)]
+                if not self._symmetric:
+                    u = torch.zeros_like(F).requires_grad_()
+                    (w,) = torch.autograd.grad(F, leaf, u, create_graph=True)
+                    found.append(torch.autograd.grad(w, u, vectors[1], retain_graph=True))
+                if pulled:
+                    grads = partial_derivatives(F, vectors[-1], boundary, leaf, create_graph=False)
+                    found.append(tuple(torch.zeros_like(t) if g is None else g for g, t in zip(grads, boundary, strict=True)))
+            return found
 
-        def plain(y: Tensor, p: Tensor) -> Tensor:
-            with torch.enable_grad():
-                leaf, u = y.detach().requires_grad_(), torch.zeros_like(p).requires_grad_()
-                (w,) = torch.autograd.grad(residual(leaf), leaf, u, create_graph=True)
-                (product,) = torch.autograd.grad(w, u, p)
-            return product
-
-        assert self._memory is not None and self._tensors is not None
-        one = torch.ones_like(self._y)
+        assert self._memory is not None
+        vectors = [torch.ones_like(self._y) for _ in range((1 if self._symmetric else 2) + bool(pulled))]
         with tracing:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    found = {True: _Trace(split(transposed, self._y, one), self._tensors)}
-                    found[False] = found[True] if symmetric else _Trace(split(plain, self._y, one), self._tensors)
+                    halves = split(derivatives, self._y, *vectors)
+                self._memory.trace = _Trace(halves, self._tensors, pulled, self._symmetric)
             except Exception:  # whatever torch could not do: autograd can
                 self._memory.refused = True
-            else:
-                self._memory.traces = found
 
 
 _memories: dict[Hashable, _Memory] = {}

@@ -10,9 +10,10 @@ H g = v with H symmetric positive (semi-)definite, one product with H a step. Ho
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,30 +59,32 @@ class CG(LinearSolver):
         origin, initial = None if start is None else x.clone(), batch.norm(r)
         progress = self.progress(initial, rhs)
         watched = self.watched(operator, transpose)
-        state = _State(x, r, z.clone(), rz, rz, torch.zeros_like(rz), torch.full_like(rz, torch.inf), *progress.state)
         plain = self.preconditioner is None and not self.flexible
         linear = operator.linear(transpose) if plain and self.product == "auto" else None
-        fixed = (progress.tolerance, r if watched is None else watched)
-        notes: list[tuple[Tensor, ...]] = []
+        # Numbers of one problem are Python's: an operation on a tensor takes as long as a hundred on these.
+        numbers: Any = _One if len(rhs) == 1 and rhs.device.type == "cpu" else _Many
+        first = numbers.of(rz)
+        state = _State(x, r, z.clone(), first, first, *numbers.range(rz), *(numbers.of(part) for part in progress.state))
+        tolerance, F = numbers.of(progress.tolerance), r if watched is None else watched
+        notes: list[tuple[Any, ...]] = []
         done = progress.finished()
         while not done:
-            if linear is not None:
+            if linear is not None and numbers is _Many:
                 operator.products += 1
-                found = linear.run(("CG", self.damping), self._whole_step, *state, *fixed)
+                found = linear.run(("CG", self.damping), self._whole_step, *state, tolerance, F)
                 state, note = _State(*found[: len(state)]), found[len(state) :]
-                progress.update(note[-1], *state[-3:])
-                done = progress.finished()
+                done, kept = progress.update(note[0], *state[-3:])
             else:
                 r_old = state.r.clone() if self.flexible else None
-                state, moved, note = _descend(system, state, *fixed)
-                progress.update(note[-1], *state[-3:])
-                done = progress.finished()
+                state, moved, rr, note = _descend(numbers, system, state, tolerance, F)
+                done, kept = progress.update(note[0], *state[-3:])
                 z = state.r if done else precondition(state.r)  # which may be dear, and after the last step has no use
-                state, beta = _turn(state, moved, z, r_old)
-                note = (beta, *note)
+                state, beta = _turn(numbers, state, moved, z, rr, r_old)
+                note = (*note, beta)
+            state = _State(*state[:-3], *kept)
             notes.append(note)
-        largest, least = state.largest, state.least
-        betas, alphas, parts, lengths, _ = (list(noted) for noted in zip(*notes, strict=True)) if notes else [[]] * 5
+        largest, least = (numbers.tensor(number, rhs) for number in (state.largest, state.least))
+        steps = _Steps(*(numbers.tensors(noted, rhs) for noted in zip(*notes, strict=True))) if notes else _Steps(*[[]] * 6)
         # H is singular: near its null space a step divides by a rounding error. Where that led astray, no step is better.
         status, residual = progress.status(), progress.history[-1]
         stuck = (status == int(Status.breakdown)) | (status == int(Status.stagnated))
@@ -90,21 +93,20 @@ class CG(LinearSolver):
         progress.history[-1] = torch.where(astray, initial, residual)
         method = ("preconditioned " if self.preconditioner is not None else "") + "CG"
         F = None if watched is None else batch.norm(watched)
-        seen = partial(_galerkin, alphas, betas, lengths, parts)
-        evidence = Steps(lengths, progress.history, batch.norm(rhs), largest, "orthogonal", F, seen)
-        return self.result(x, progress, method, operator.products - before, Ritz(alphas, betas), evidence)
+        evidence = Steps(steps.lengths(), progress.history, batch.norm(rhs), largest, "orthogonal", F, steps.galerkin)
+        return self.result(x, progress, method, operator.products - before, Ritz(steps.alphas, steps.betas), evidence)
 
-    def _whole_step(self, product: Product, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def _whole_step(self, product: Callable[[Tensor], tuple[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
         """A step without a preconditioner, as one function of tensors: the state, then what is noted of it."""
-        *parts, tolerance, watched = tensors
-        system = (lambda p: product(p).add(p, alpha=self.damping)) if self.damping else product
-        state, moved, note = _descend(system, _State(*parts), tolerance, watched)
-        state, beta = _turn(state, moved, state.r, None)
-        return (*state, beta, *note)
+        *parts, tolerance, F = tensors
+        system = (lambda p: product(p)[0].add(p, alpha=self.damping)) if self.damping else lambda p: product(p)[0]
+        state, moved, rr, note = _descend(_Many, system, _State(*parts), tolerance, F)
+        state, beta = _turn(_Many, state, moved, state.r, rr, None)
+        return (*state, *note, beta)
 
 
 class _State(NamedTuple):
-    """What one step hands to the next: x, r, p are (B, n) and changed in place, the rest is (B,).
+    """What one step hands to the next: x, r, p are (B, n) and changed in place, the rest are numbers, one a sample.
 
     Attributes:
         x, r, p: the solution so far, its residual, the direction.
@@ -117,58 +119,157 @@ class _State(NamedTuple):
     x: Tensor
     r: Tensor
     p: Tensor
-    rz: Tensor
-    p_norm2: Tensor
-    largest: Tensor
-    least: Tensor
-    running: Tensor
-    status: Tensor
-    steps: Tensor
+    rz: Any
+    p_norm2: Any
+    largest: Any
+    least: Any
+    running: Any
+    status: Any
+    steps: Any
 
 
-# Few operations on (B,) vectors: on an accelerator each is a launch. Done samples may divide by zero, and are masked.
+@dataclass
+class _Steps:
+    """What is noted of each step, lists of (B,) tensors: ‖r‖ after it, α, pᵀMp, pᵀAp, pᵀF and β."""
+
+    residuals: list[Tensor]
+    alphas: list[Tensor]
+    p_norm2: list[Tensor]
+    products: list[Tensor]
+    parts: list[Tensor]
+    betas: list[Tensor]
+
+    def lengths(self) -> list[Tensor]:
+        """‖αp‖."""
+        if not self.alphas:
+            return []
+        return list((torch.stack(self.alphas) * torch.stack(self.p_norm2).sqrt()).unbind())
+
+    def galerkin(self) -> Tensor:
+        """‖w‖, (B,), of w = Σ p (pᵀF / pᵀAp), the solution of J w = F as far as the directions tell."""
+        square, along = torch.zeros_like(self.alphas[0]), torch.zeros_like(self.alphas[0])  # ‖w‖² and wᵀp
+        for alpha, p_norm2, pq, pF, beta in zip(self.alphas, self.p_norm2, self.products, self.parts, self.betas, strict=True):
+            part = torch.where(alpha != 0, pF / pq, 0.0)
+            square = square + part * (2 * along + part * p_norm2)
+            along = beta * (along + part * p_norm2)
+        return square.clamp_min(0).sqrt()
 
 
-def _descend(system: Product, s: _State, tolerance: Tensor, watched: Tensor) -> tuple[_State, Tensor, tuple[Tensor, ...]]:
-    """To the minimum along p; who moved, and for the notes α, pᵀF / pᵀAp, ‖αp‖ and ‖r‖."""
+class _Many:
+    """Numbers of many samples, as (B,) tensors."""
+
+    where, maximum, minimum, sqrt = torch.where, torch.maximum, torch.minimum, torch.sqrt
+    dot, divide = batch.dot, torch.divide
+
+    @staticmethod
+    def of(t: Tensor) -> Tensor:
+        return t
+
+    @staticmethod
+    def range(like: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(like), torch.full_like(like, torch.inf)
+
+    @staticmethod
+    def add(a: Tensor, c: Tensor, b: Tensor) -> None:
+        """a + c b, in place of a."""
+        a.addcmul_(c.unsqueeze(1), b)
+
+    @staticmethod
+    def subtract(a: Tensor, c: Tensor, b: Tensor) -> None:
+        a.addcmul_(c.unsqueeze(1), b, value=-1)
+
+    @staticmethod
+    def update(p: Tensor, c: Tensor, z: Tensor) -> None:
+        """z + c p, in place of p."""
+        torch.addcmul(z, c.unsqueeze(1), p, out=p)
+
+    @staticmethod
+    def tensor(number: Tensor, like: Tensor) -> Tensor:
+        return number
+
+    @staticmethod
+    def tensors(numbers: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        return list(numbers)
+
+
+class _One:
+    """Those of one sample, as numbers of Python."""
+
+    maximum, minimum = max, min
+
+    @staticmethod
+    def where(condition: bool, a: Any, b: Any) -> Any:
+        return a if condition else b
+
+    @staticmethod
+    def sqrt(a: float) -> float:
+        return math.sqrt(a) if a >= 0 else math.nan
+
+    @staticmethod
+    def dot(a: Tensor, b: Tensor) -> float:
+        return torch.dot(a[0], b[0]).item()
+
+    @staticmethod
+    def divide(a: float, b: float) -> float:
+        return a / b if b else math.nan
+
+    @staticmethod
+    def of(t: Tensor) -> Any:
+        return t.item()
+
+    @staticmethod
+    def range(like: Tensor) -> tuple[float, float]:
+        return 0.0, math.inf
+
+    @staticmethod
+    def add(a: Tensor, c: float, b: Tensor) -> None:
+        a.add_(b, alpha=c)
+
+    @staticmethod
+    def subtract(a: Tensor, c: float, b: Tensor) -> None:
+        a.add_(b, alpha=-c)
+
+    @staticmethod
+    def update(p: Tensor, c: float, z: Tensor) -> None:
+        torch.add(z, p, alpha=c, out=p)
+
+    @staticmethod
+    def tensor(number: float, like: Tensor) -> Tensor:
+        return like.new_full((1,), number)
+
+    @staticmethod
+    def tensors(numbers: Sequence[float], like: Tensor) -> list[Tensor]:
+        return list(like.new_tensor(numbers).unsqueeze(1).unbind())
+
+
+# Few operations on numbers: on an accelerator each is a launch. Done samples may divide by zero, and are masked.
+
+
+def _descend(o: Any, system: Product, s: _State, tolerance: Any, F: Tensor) -> tuple[_State, Any, Any, tuple[Any, ...]]:
+    """To the minimum along p; who moved, rᵀr, and what `_Steps` notes, without β."""
     q = system(s.p)
-    pq = batch.dot(s.p, q)
-    curvature = pq / s.p_norm2
-    largest = torch.where(s.running, torch.maximum(s.largest, curvature.abs()), s.largest)
+    pq = o.dot(s.p, q)
+    curvature = o.divide(pq, s.p_norm2)
+    largest = o.where(s.running, o.maximum(s.largest, abs(curvature)), s.largest)
     floor = 10 * torch.finfo(s.p.dtype).eps * largest
-    lower = torch.minimum(s.least, curvature)
-    ended = s.running & (lower <= floor) & (floor < torch.inf)
+    lower = o.minimum(s.least, curvature)
+    ended = s.running & (lower <= floor) & (floor < math.inf)
     moved = s.running ^ ended
-    alpha = torch.where(moved, s.rz / pq, 0.0)
-    s.x.addcmul_(alpha.unsqueeze(1), s.p)
-    s.r.addcmul_(alpha.unsqueeze(1), q, value=-1)
-    residual = batch.norm(s.r)
+    alpha = o.where(moved, o.divide(s.rz, pq), 0.0)
+    o.add(s.x, alpha, s.p)
+    o.subtract(s.r, alpha, q)
+    rr = o.dot(s.r, s.r)
+    residual = o.sqrt(rr)
     met = moved & (residual <= tolerance)
-    status = torch.where(met, int(Status.converged), torch.where(ended, torch.where(curvature < -floor, *_ENDS), s.status))
-    state = s._replace(
-        largest=largest,
-        least=torch.where(moved, lower, s.least),
-        running=moved ^ met,
-        status=status,
-        steps=s.steps + moved,
-    )
-    return state, moved, (alpha, batch.dot(s.p, watched) / pq, alpha * s.p_norm2.sqrt(), residual)
+    status = o.where(met, int(Status.converged), o.where(ended, o.where(curvature < -floor, *_ENDS), s.status))
+    least = o.where(moved, lower, s.least)
+    state = s._replace(largest=largest, least=least, running=moved ^ met, status=status, steps=s.steps + moved)
+    return state, moved, rr, (residual, alpha, s.p_norm2, pq, o.dot(s.p, F))
 
 
-def _turn(s: _State, moved: Tensor, z: Tensor, r_old: Tensor | None) -> tuple[_State, Tensor]:
+def _turn(o: Any, s: _State, moved: Any, z: Tensor, rr: Any, r_old: Tensor | None) -> tuple[_State, Any]:
     """The next direction; β."""
-    rz = batch.dot(s.r, z)
-    beta = torch.where(moved, (rz if r_old is None else rz - batch.dot(z, r_old)) / s.rz, 0.0)
-    p_norm2 = rz + beta.square() * s.p_norm2
-    return s._replace(p=torch.addcmul(z, beta.unsqueeze(1), s.p, out=s.p), rz=rz, p_norm2=p_norm2), beta
-
-
-def _galerkin(alphas: list[Tensor], betas: list[Tensor], lengths: list[Tensor], parts: list[Tensor]) -> Tensor:
-    """‖w‖, (B,), of w = Σ p (pᵀF / pᵀAp), the solution of J w = F as far as the directions tell."""
-    square, along = torch.zeros_like(alphas[0]), torch.zeros_like(alphas[0])  # ‖w‖² and wᵀp
-    for alpha, beta, length, part in zip(alphas, betas, lengths, parts, strict=True):
-        part = torch.where(alpha != 0, part, 0.0)
-        more = part * torch.where(alpha != 0, (length / alpha).square(), 0.0)
-        square = square + part * (2 * along + more)
-        along = beta * (along + more)
-    return square.clamp_min(0).sqrt()
+    rz = rr if z is s.r else o.dot(s.r, z)
+    beta = o.where(moved, o.divide(rz if r_old is None else rz - o.dot(z, r_old), s.rz), 0.0)
+    o.update(s.p, beta, z)
+    return s._replace(rz=rz, p_norm2=rz + beta * beta * s.p_norm2), beta
