@@ -76,6 +76,22 @@ def dependence(F: Tensor, leaf: Tensor, first: int, known: Iterable[Tensor], fun
     return Dependence(on_leaf, list(found.values()), bool(unknown))
 
 
+def parameters(values: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves that the graphs of `values` lead back to."""
+    found = []
+    stack = [t.grad_fn for t in values if t.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if node.name().endswith("AccumulateGrad"):
+            found.append(node.variable)  # type: ignore[attr-defined]
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return found
+
+
 def has_custom_function(value: Tensor, first: int) -> bool:
     """Whether the graph of `value` younger than `first` holds an `autograd.Function` written in Python."""
     seen = {value.grad_fn}

@@ -131,11 +131,6 @@ class Point:
             boundary = [] if self._hidden else self._boundary
             self.operator.source = Source(condition.parts, condition.replay, y.detach(), condition.symmetric, boundary)
 
-    @property
-    def leaves(self) -> list[Tensor]:
-        """The parameters that F depends on."""
-        return [t for t in self._boundary if t.is_leaf]
-
     def attach(self) -> Tensor:
         """y (B, n) with the derivatives that the condition implies; y itself where nothing asks for any."""
         tracked = torch.is_grad_enabled() and bool(self._boundary or self._hidden)

@@ -38,6 +38,9 @@ _SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_
 # In-place, but of the shape only.
 _RESHAPED = {aten.squeeze_.dim, aten.squeeze_.default, aten.unsqueeze_.default, aten.t_.default, aten.transpose_.default}
 
+# Their results are nobody else's.
+_FRESH = {aten.mm.default, aten.addmm.default, aten.addmm_.default}
+
 Coefficient = float | fx.Node
 
 
@@ -98,7 +101,8 @@ def _deal(node: fx.Node, prelude: _Prelude, parts: list[_Part]) -> None:
         if any(source in part.terms for source in node.all_input_nodes):
             part.take(node)
             return
-    prelude.known[node] = prelude.graph.node_copy(node, prelude.known.__getitem__)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), prelude.known.__getitem__)
+    prelude.known[node] = prelude.call(node.target, *args, **kwargs)
 
 
 class _Inputs:
@@ -123,6 +127,16 @@ class _Prelude:
         self.known: dict[fx.Node, fx.Node] = {}  # of the traced nodes
         self.saved: dict[fx.Node, int] = {}
         self._captured: dict[str, fx.Node] = {}
+        self._called: dict[Any, fx.Node] = {}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call, or the same one that was made before."""
+        if target is aten.t.default and args[0].target is aten.t.default:
+            return args[0].args[0]
+        key = (target, _hashable(args), _hashable(kwargs))
+        if key not in self._called or target in _RESHAPED:
+            self._called[key] = self.graph.call_function(target, args, kwargs)
+        return self._called[key]
 
     def capture(self, node: fx.Node) -> None:
         name = str(node.target)
@@ -146,13 +160,13 @@ class _Prelude:
         if isinstance(a, float) and isinstance(b, float):
             return a * b
         node, other = (a, b) if isinstance(a, fx.Node) else (b, a)
-        return node if other == 1.0 else self.graph.call_function(aten.mul.Tensor, (node, other))
+        return node if other == 1.0 else self.call(aten.mul.Tensor, node, other)
 
     def plus(self, a: Coefficient, b: Coefficient) -> Coefficient:
         if isinstance(a, float) and isinstance(b, float):
             return a + b
         node, other = (a, b) if isinstance(a, fx.Node) else (b, a)
-        return self.graph.call_function(aten.add.Tensor, (node, other))
+        return self.call(aten.add.Tensor, node, other)
 
 
 class _Part:
@@ -168,6 +182,10 @@ class _Part:
 
     def linear(self) -> Linear:
         self.graph.eliminate_dead_code()
+        for node in self.graph.nodes:
+            # A gradient as large as a matrix of weights is made in one place.
+            if node.target is aten.addmm.default and node.args[0].target in _FRESH and len(node.args[0].users) == 1:
+                node.target = aten.addmm_.default
         return Linear(fx.GraphModule({}, self.graph), [self.prelude.saved[node] for node in self.handed])
 
     def take(self, node: fx.Node) -> None:
@@ -204,13 +222,12 @@ class _Part:
             factor = prelude.constant(args[1] if args[0] is source else args[0])
         elif node.target in (aten.div.Tensor, aten.div.Scalar) and args[0] is source and len(args) == 2:
             divisor = prelude.constant(args[1])
-            factor = 1 / divisor if isinstance(divisor, float) else prelude.graph.call_function(aten.reciprocal.default, (divisor,))
+            factor = 1 / divisor if isinstance(divisor, float) else prelude.call(aten.reciprocal.default, divisor)
         elif node.target in _ELEMENTWISE and args[0] is source:
             meta = node.meta["val"]
-            kind = {"dtype": meta.dtype, "device": meta.device}
-            ones = prelude.graph.call_function(aten.ones.default, (list(meta.shape),), kind)
+            ones = prelude.call(aten.ones.default, list(meta.shape), dtype=meta.dtype, device=meta.device)
             rest, named = fx.node.map_arg((args[1:], node.kwargs), prelude.known.__getitem__)
-            factor = prelude.graph.call_function(node.target, (ones, *rest), named)
+            factor = prelude.call(node.target, ones, *rest, **named)
         if factor is None:
             return None
         return {value: prelude.times(coefficient, factor) for value, coefficient in self.terms[source].items()}
@@ -252,12 +269,15 @@ class _Part:
             return value if coefficient == 1.0 else call(aten.mul.Tensor, (value, coefficient))
         if not isinstance(coefficient, float):
             return call(aten.addcmul.default, (total, value, coefficient))
-        if coefficient == 1.0 and total.target is value.target is aten.mm.default:
-            # A large result is written once, and not three times.
-            sides = zip(total.args, value.args, strict=True)
-            left, right = (call(aten.cat.default, (list(pair), axis)) for axis, pair in zip((1, 0), sides, strict=True))
-            return call(aten.mm.default, (left, right))
+        if coefficient == 1.0 and value.target is aten.mm.default:
+            return call(aten.addmm.default, (total, *value.args))
         return call(aten.add.Tensor, (total, value), {"alpha": coefficient})
+
+
+def _hashable(given: Any) -> Any:
+    if isinstance(given, dict):
+        return tuple((name, _hashable(part)) for name, part in given.items())
+    return tuple(map(_hashable, given)) if isinstance(given, (list, tuple)) else (type(given), given)
 
 
 def _like(a: fx.Node, b: fx.Node) -> bool:

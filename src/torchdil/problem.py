@@ -59,7 +59,7 @@ class Statement(ABC):
         change = y if start is None else batch.select(batch.norm(y - start) > batch.norm(y), y - start, y)
         change = batch.select(batch.norm(change) > 0, change, torch.ones_like(change))
         with torch.no_grad():
-            return batch.norm(operator.rmv(change))
+            return batch.norm(operator.rmv(change, "auto"))
 
     def counted(self, F: Tensor, y: Tensor, start: Tensor | None, operator: Operator | None = None) -> Tensor:
         """What is compared with that size, (B,): the norm of F, parts of which may weigh more where the size is not theirs."""

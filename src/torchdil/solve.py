@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from torchdil import batch
 from torchdil.batch import Layout, map_tensors
+from torchdil.foreign import run_foreign
 from torchdil.implicit import Condition, Point
 from torchdil.linear import Auto, LinearSolver
 from torchdil.linear.curvature import negative_curvature
@@ -248,7 +249,7 @@ class Setting:
         """Run the solver and judge its answer, which comes with its graph."""
         solver = self.solver
         if not isinstance(solver, Solver):
-            y = start if solver is None else self.black_box(condition, solver, start, user_call)
+            y = start if solver is None else run_foreign(solver, user_call, start, self.layout)
             point = Point(condition, y)
             zeros = torch.zeros_like(batch.norm(y))
             name = "given" if solver is None else getattr(solver, "__name__", type(solver).__name__)
@@ -300,6 +301,8 @@ class Setting:
             full = self.statement.size(point.operator, y, start)
             stats.tolerance = (rtol * (full if size is None else torch.fmax(size, full))).clamp_min(atol)
             solved = self.statement.counted(F, y, start, point.operator) <= stats.tolerance
+            if not bool(solved.all()) and point.operator.distrust():
+                return self.judge(result, point, start, rtol, atol)
             status = torch.where(~solved & (status == Status.converged), int(Status.not_stationary), status)
             near = (status == Status.max_steps) | (status == Status.stagnated) | (status == Status.not_stationary)
             status = torch.where(solved & near, int(Status.converged), status)
@@ -322,39 +325,6 @@ class Setting:
         """Write the forward half of the report, apply the policy; the samples that failed, (B,)."""
         self.report.forward = self.report.outcome(result.status, result.stats)
         return handle_failure("forward", self.report.forward, self.on_failure, self.report).reshape(-1)
-
-    def black_box(self, condition: Condition, solver: Callable[..., Any], start: Tensor, user_call: Call | None) -> Tensor:
-        """Run the user's own solver on the user's own function and check what comes back."""
-        if user_call is None:
-            raise RuntimeError(
-                "solver is a callable, which torch.vmap cannot batch: use a torchdil solver or loop over the batch."
-            )
-        grads = [
-            (leaf, leaf.grad, None if leaf.grad is None else leaf.grad._version) for leaf in Point(condition, start).leaves
-        ]
-        with torch.enable_grad(), no_tangents():
-            y = solver(user_call, self.layout.unravel(start.clone()))
-        for leaf, grad, version in grads:
-            if leaf.grad is not grad or (grad is not None and grad._version != version):
-                raise RuntimeError(
-                    "solver changed the .grad of a parameter of the function, which would corrupt its gradient: use "
-                    "torch.autograd.grad(value, y) inside the solver instead of .backward()."
-                )
-        expected = self.layout.unravel(start)
-        leaves, spec = pytree.tree_flatten(y)
-        if spec != self.layout.spec or not all(isinstance(leaf, Tensor) for leaf in leaves):
-            got = type(y).__name__
-            raise TypeError(f"solver must return y as tensors in the structure of y0, got {got}.")
-        for leaf, like in zip(leaves, pytree.tree_leaves(expected), strict=True):
-            if leaf.shape != like.shape or leaf.dtype != like.dtype or leaf.device != like.device:
-                raise ValueError(
-                    f"solver must return y like y0 ({tuple(like.shape)}, {like.dtype}, {like.device}), got "
-                    f"({tuple(leaf.shape)}, {leaf.dtype}, {leaf.device})."
-                )
-        flat = self.layout.ravel(y).detach()
-        if not bool(batch.finite(flat).any()):
-            raise ValueError("solver must return finite numbers, got NaN or infinity in every sample.")
-        return flat.clone()
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

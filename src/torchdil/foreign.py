@@ -1,0 +1,49 @@
+"""Solvers that are not ours: any callable `(function, y0) -> y`, run on the user's own function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchdil import batch
+from torchdil.batch import Layout
+from torchdil.graph import parameters
+from torchdil.modes import no_tangents
+from torchdil.problem import Call
+
+
+def run_foreign(solver: Callable[..., Any], user_call: Call | None, start: Tensor, layout: Layout) -> Tensor:
+    """Run the user's own solver on the user's own function and check what comes back."""
+    if user_call is None:
+        raise RuntimeError(
+            "solver is a callable, which torch.vmap cannot batch: use a torchdil solver or loop over the batch."
+        )
+    with torch.enable_grad(), no_tangents():
+        found = parameters(pytree.tree_leaves(user_call(layout.unravel(start))))
+        grads = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad._version) for leaf in found]
+        y = solver(user_call, layout.unravel(start.clone()))
+    for leaf, grad, version in grads:
+        if leaf.grad is not grad or (grad is not None and grad._version != version):
+            raise RuntimeError(
+                "solver changed the .grad of a parameter of the function, which would corrupt its gradient: use "
+                "torch.autograd.grad(value, y) inside the solver instead of .backward()."
+            )
+    expected = layout.unravel(start)
+    leaves, spec = pytree.tree_flatten(y)
+    if spec != layout.spec or not all(isinstance(leaf, Tensor) for leaf in leaves):
+        got = type(y).__name__
+        raise TypeError(f"solver must return y as tensors in the structure of y0, got {got}.")
+    for leaf, like in zip(leaves, pytree.tree_leaves(expected), strict=True):
+        if leaf.shape != like.shape or leaf.dtype != like.dtype or leaf.device != like.device:
+            raise ValueError(
+                f"solver must return y like y0 ({tuple(like.shape)}, {like.dtype}, {like.device}), got "
+                f"({tuple(leaf.shape)}, {leaf.dtype}, {leaf.device})."
+            )
+    flat = layout.ravel(y).detach()
+    if not bool(batch.finite(flat).any()):
+        raise ValueError("solver must return finite numbers, got NaN or infinity in every sample.")
+    return flat.clone()
