@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.machine import machine
+from torchdil.traced import forget_all
 
 Record = dict[str, Any]
 
@@ -309,6 +310,7 @@ def execute(task: Task) -> list[Record]:
         random.seed(task.seeds[0])
         np.random.seed(task.seeds[0])
         torch.manual_seed(task.seeds[0])
+        forget_all()  # rounding must not depend on the runs before
         began = time.perf_counter()
         try:
             if hasattr(experiment, "run_together"):

@@ -236,7 +236,10 @@ def test_estimates_cost_no_product_and_keep_no_vector(solver):
         operator.watched = watched
         stats = solver(rtol=1e-4).solve(operator, v, transpose=True).stats
         products.append(operator.products)
-        kept = [value for value in vars(stats.evidence).values() if value is not None and not isinstance(value, str)]
+        known = vars(stats.evidence)
+        if callable(known["told"]):  # what works it out is kept in its place
+            known = known | {"told": None} | vars(known["told"].__self__)
+        kept = [value for value in known.values() if value is not None and not isinstance(value, str)]
         tensors = [tensor for value in kept for tensor in (value if isinstance(value, list) else [value])]
         assert all(tensor.shape == (2,) for tensor in tensors)
     assert products[0] == products[1]

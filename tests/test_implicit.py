@@ -464,7 +464,7 @@ def failed_backward(a):
 def test_no_reference_cycles(run, calls):
     """Without the garbage collector nothing piles up: memory is free as soon as it is not needed."""
     a = tensor(0.5, 2.0).requires_grad_()
-    for _ in range(3):
+    for _ in range(15):  # until it is traced, once and for all
         run(a)
     gc.collect()
     gc.disable()

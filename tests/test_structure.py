@@ -17,18 +17,18 @@ MAX_LINES = 400
 
 # From the bottom up: a module imports only from its own group's package or from groups above it in this list.
 LAYERS = [
-    ("batch", "compiled"),
-    ("plot",),
-    ("solution",),
+    ("batch", "compiled", "captures", "linearize"),
+    ("plot", "graph"),
+    ("solution", "traced"),
     ("live",),
     ("progress",),
     ("operator",),
     ("linear",),
-    ("modes", "graph"),
+    ("modes",),
     ("implicit",),
     ("transform",),
     ("problem",),
-    ("solvers",),
+    ("foreign", "solvers"),
     ("arguments", "solve"),
     ("argmin", "root", "fixed_point"),
     ("attach", "watch", "advice"),

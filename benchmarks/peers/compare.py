@@ -35,22 +35,22 @@ WRONG = 100.0
 ROUNDS, SECONDS = 7, 0.2
 
 
-def solved(problem: Problem) -> dict[str, np.ndarray]:
+def solved(problem: Problem, device: str = "cpu") -> dict[str, np.ndarray]:
     """The arrays with the solution, by a tight solve."""
     found = arrays(problem)
-    given = {name: torch.as_tensor(array) for name, array in found.items()}
-    start = torch.zeros(problem.shape, dtype=torch.float64)
+    given = {name: torch.as_tensor(array, device=device) for name, array in found.items()}
+    start = torch.zeros(problem.shape, dtype=torch.float64, device=device)
     if problem.kind == "root":
         y = dil.root(lambda y: residual(OPS, problem, y, given), start, batch_dims=1, solver=dil.Anderson(rtol=1e-13)).value
     else:
         solver = dil.Newton(rtol=1e-13, linear_solver=dil.CG(rtol=1e-3))
         y = dil.argmin(lambda y: objective(OPS, problem, y, given), start, solver=solver).value
-    return found | {"solution": y.numpy()}
+    return found | {"solution": y.detach().cpu().numpy()}
 
 
-def reference(problem: Problem, found: dict[str, np.ndarray]) -> np.ndarray:
+def reference(problem: Problem, found: dict[str, np.ndarray], device: str = "cpu") -> np.ndarray:
     """The gradient by the theorem, -(∂F/∂θ)ᵀ J⁻ᵀ v, with SciPy's solvers on products of autograd."""
-    given = {name: torch.as_tensor(array) for name, array in found.items()}
+    given = {name: torch.as_tensor(array, device=device) for name, array in found.items()}
     wanted = [given[name].requires_grad_() for name in problem.of]
     y = given["solution"].requires_grad_()
     if problem.kind == "root":
@@ -59,16 +59,17 @@ def reference(problem: Problem, found: dict[str, np.ndarray]) -> np.ndarray:
         (F,) = torch.autograd.grad(objective(OPS, problem, y, given).sum(), y, create_graph=True)
 
     def product(vector: np.ndarray) -> np.ndarray:
-        (found,) = torch.autograd.grad(F, y, torch.as_tensor(vector).reshape(y.shape), retain_graph=True)
-        return found.numpy().ravel()
+        given = torch.as_tensor(vector, device=device).reshape(y.shape)
+        (found,) = torch.autograd.grad(F, y, given, retain_graph=True)
+        return found.cpu().numpy().ravel()
 
     J = scipy.sparse.linalg.LinearOperator((y.numel(), y.numel()), matvec=product, dtype=np.float64)
     v = found["v"].ravel()
     method = scipy.sparse.linalg.gmres if problem.kind == "root" else scipy.sparse.linalg.cg
     g, info = method(J, v, rtol=1e-12, atol=0.0)
     assert info == 0, f"the reference of {problem.label} was not reached"
-    parts = torch.autograd.grad(F, wanted, torch.as_tensor(-g).reshape(y.shape))
-    return np.concatenate([part.numpy().ravel() for part in parts])
+    parts = torch.autograd.grad(F, wanted, torch.as_tensor(-g, device=device).reshape(y.shape))
+    return np.concatenate([part.cpu().numpy().ravel() for part in parts])
 
 
 class Worker:
@@ -102,10 +103,10 @@ class Worker:
         self._process.stdout.close()
 
 
-def case(problem: Problem, workers: dict[str, Worker], folder: str) -> dict[str, Any]:
+def case(problem: Problem, workers: dict[str, Worker], folder: str, device: str) -> dict[str, Any]:
     """All systems on one problem."""
-    found = solved(problem)
-    exact = reference(problem, found)
+    found = solved(problem, device)
+    exact = reference(problem, found, device)
     path = str(Path(folder) / "problem.npz")
     np.savez(path, **found)
     systems: dict[str, dict[str, Any]] = {}
@@ -141,15 +142,22 @@ def case(problem: Problem, workers: dict[str, Worker], folder: str) -> dict[str,
 
 
 def run(device: str, torch_python: str | None, jax_python: str | None, only: str | None = None) -> dict[str, Any]:
-    pythons = {OURS: sys.executable} | {name: torch_python for name in TORCH} | {name: jax_python for name in JAX}
+    pythons = {OURS: sys.executable} | dict.fromkeys(TORCH, torch_python) | dict.fromkeys(JAX, jax_python)
     cases = []
     with one_core(device), tempfile.TemporaryDirectory() as folder:
         workers = {name: Worker(name, python, device) for name, python in pythons.items() if python}
         try:
             for problem in problems(device):
                 if only is None or only in problem.label:
-                    cases.append(case(problem, workers, folder))
-                    print(problem.label, json.dumps(cases[-1]["ratios"]), {n: s["error"] for n, s in cases[-1]["systems"].items() if "error" in s}, {n: s["backward"]["median"] for n, s in cases[-1]["systems"].items() if "backward" in s}, file=sys.stderr, flush=True)
+                    cases.append(case(problem, workers, folder, device))
+                    print(
+                        problem.label,
+                        json.dumps(cases[-1]["ratios"]),
+                        {n: s["error"] for n, s in cases[-1]["systems"].items() if "error" in s},
+                        {n: s["backward"]["median"] for n, s in cases[-1]["systems"].items() if "backward" in s},
+                        file=sys.stderr,
+                        flush=True,
+                    )
         finally:
             for worker in workers.values():
                 worker.close()

@@ -26,7 +26,9 @@ Given = dict[str, Any]
 class JaxCalls:
     """Calls of the compiled gradient; the solution is an argument, so that nothing can be computed ahead."""
 
-    def __init__(self, make: Callable[[Problem], Callable[[Any, Given, Given], Any]], problem: Problem, arrays: Arrays, device: str):
+    def __init__(
+        self, make: Callable[[Problem], Callable[[Any, Given, Given], Any]], problem: Problem, arrays: Arrays, device: str
+    ):
         parts = {name: jax.device_put(jnp.asarray(array)) for name, array in arrays.items()}
         self.device, self.order = device, problem.of
         self.wanted = {name: parts[name] for name in problem.of}

@@ -69,7 +69,11 @@ def problems(device: str) -> list[Problem]:
     found = [Problem("tiny", 2, of=("x", "weights"))]
     found += [Problem("energy", size) for size in sizes]
     found += [Problem("energy", 32, samples=256 if device == "cpu" else 4096)]
-    found += [Problem("experts", 256**2 if device == "cpu" else 512**2, samples=1 if device == "cpu" else 8, of=("x", "filters", "scales"))]
+    found += [
+        Problem(
+            "experts", 256**2 if device == "cpu" else 512**2, samples=1 if device == "cpu" else 8, of=("x", "filters", "scales")
+        )
+    ]
     found += [Problem("logistic", 200, of=("penalties",))]
     found += [Problem("deq", 512, samples=64, kind="root", of=("x", "weights", "inputs"))]
     return found
@@ -83,7 +87,11 @@ def arrays(problem: Problem, seed: int = 0) -> Arrays:
     if problem.name == "tiny":
         found |= {"x": normal(n), "weights": normal((n, n))}
     elif problem.name == "energy":
-        found |= {"x": normal(problem.shape), "first": normal((n, HIDDEN)) / n**0.5, "second": normal((HIDDEN, HIDDEN)) / HIDDEN**0.5}
+        found |= {
+            "x": normal(problem.shape),
+            "first": normal((n, HIDDEN)) / n**0.5,
+            "second": normal((HIDDEN, HIDDEN)) / HIDDEN**0.5,
+        }
     elif problem.name == "experts":
         filters = normal((FILTERS, 1, 5, 5))
         found |= {"x": normal(problem.shape), "filters": filters / np.linalg.norm(filters), "scales": normal(FILTERS)}

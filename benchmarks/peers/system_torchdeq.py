@@ -14,7 +14,15 @@ PACKAGES = ("torchdeq", "torch")
 def make(problem: Problem, solution: Tensor) -> Layer:
     if problem.kind != "root":
         raise NotImplementedError("TorchDEQ has fixed points only")
-    deq = get_deq(ift=True, f_solver="fixed_point_iter", f_max_iter=1, b_solver="anderson", b_max_iter=1000, b_tol=problem.rtol, b_stop_mode="rel")
+    deq = get_deq(
+        ift=True,
+        f_solver="fixed_point_iter",
+        f_max_iter=1,
+        b_solver="anderson",
+        b_max_iter=1000,
+        b_tol=problem.rtol,
+        b_stop_mode="rel",
+    )
 
     def layer(given: Given) -> Tensor:
         found, _ = deq(lambda y: step(OPS, problem, y, given), solution)

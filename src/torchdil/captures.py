@@ -52,11 +52,11 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
         if kind in _PLAIN:
             key += (kind, item)
             continue
-        known = seen.setdefault(id(item), len(seen))
-        if known != len(seen) - 1:
-            key.append(known)
+        if id(item) in seen:
+            key.append(seen[id(item)])
             continue
-        if len(seen) > _KEY_LIMIT:
+        seen[id(item)] = len(seen)
+        if len(seen) > _KEY_LIMIT or len(stack) > _KEY_LIMIT:
             return None
         if isinstance(item, Tensor):
             tensors.append(item)

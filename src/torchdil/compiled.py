@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ def _fast_form(function: Function, inputs: tuple[Tensor, ...]) -> Function | Non
             warnings.simplefilter("ignore", DeprecationWarning)  # torch, of its own TorchScript
             traced, captured = _lifted(make_fx(lambda *inputs: function(*inputs))(*inputs))
             if inputs[0].is_cuda:
-                return _CudaGraph(traced, inputs, captured)
+                return CudaGraph(traced, inputs, captured)
             scripted = torch.jit.trace(traced, (*inputs, *captured), check_trace=False)
             for _ in range(2):  # TorchScript optimises in its first runs
                 scripted(*inputs, *captured)
@@ -121,27 +121,33 @@ def _lifted(traced: Any) -> tuple[Any, list[Tensor]]:
     return traced, captured
 
 
-class _CudaGraph:
-    """A traced function as one launch: inputs are copied into fixed places, results out of them."""
+class CudaGraph:
+    """A function as one launch: inputs are copied into fixed places, results out of them.
 
-    def __init__(self, traced: Any, inputs: tuple[Tensor, ...], captured: list[Tensor]):
-        self._captured = captured  # the graph reads their memory
+    Args:
+        function: tensors -> tensors; it may change its inputs.
+        inputs: an example.
+        captured: further inputs, read where they are.
+    """
+
+    def __init__(self, function: Function, inputs: tuple[Tensor, ...], captured: Sequence[Tensor] = ()):
+        self._captured = captured
         self._device = inputs[0].device
+        self._lock = threading.Lock()
         with torch.cuda.device(self._device):
             self._inputs = [t.clone() for t in inputs]
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(2):  # libraries set themselves up in their first calls, which cannot be captured
-                    traced(*self._inputs, *captured)
+                    function(*self._inputs, *captured)
             torch.cuda.current_stream().wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
-                self._outputs = traced(*self._inputs, *captured)
+                self._outputs = function(*self._inputs, *captured)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        with torch.cuda.device(self._device):
-            for place, t in zip(self._inputs, inputs, strict=True):
-                place.copy_(t)
+        with self._lock, torch.cuda.device(self._device):
+            torch._foreach_copy_(self._inputs, list(inputs))
             self._graph.replay()
             return tuple(t.clone() for t in self._outputs)

@@ -19,9 +19,7 @@ from torchdil.problem import Call
 def run_foreign(solver: Callable[..., Any], user_call: Call | None, start: Tensor, layout: Layout) -> Tensor:
     """Run the user's own solver on the user's own function and check what comes back."""
     if user_call is None:
-        raise RuntimeError(
-            "solver is a callable, which torch.vmap cannot batch: use a torchdil solver or loop over the batch."
-        )
+        raise RuntimeError("solver is a callable, which torch.vmap cannot batch: use a torchdil solver or loop over the batch.")
     with torch.enable_grad(), no_tangents():
         found = parameters(pytree.tree_leaves(user_call(layout.unravel(start))))
         grads = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad._version) for leaf in found]

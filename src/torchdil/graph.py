@@ -39,8 +39,10 @@ def dependence(F: Tensor, leaf: Tensor, first: int, known: Iterable[Tensor], fun
     Nodes older than `first` are outside. AccumulateGrad nodes carry their leaf; a non-leaf tensor is recognised by its edge,
     if it is in `known` or in the closure of `function`.
     """
-    if threading.current_thread() is not threading.main_thread():  # ages are counted per thread: outside cannot be told
-        known = (*known, *captured_tensors(function))
+    if threading.current_thread() is not threading.main_thread() or F.is_cuda:
+        # Ages are counted per thread, and derivatives on a GPU are made in a thread of its own: outside cannot be told by them,
+        # and what is not known is followed to its leaves.
+        known, first = (*known, *captured_tensors(function)), 0
     edges = {_edge(t): t for t in known if t.requires_grad}
     found: dict[int, Tensor] = {}
     unknown = set()

@@ -82,11 +82,17 @@ class Condition:
         """g with Jᵀ g = rhs (or J g = rhs), checked by one more product, under the failure policy; no graph."""
         with torch.no_grad(), no_tangents(), full_precision(rhs):
             rhs = rhs.detach()
-            value, status, stats = self._solve(operator, rhs, transpose)
             if operator.source is not None:
                 operator.source.solved()
-                if bool((status != int(Status.converged)).any()) and operator.distrust():
-                    value, status, stats = self._solve(operator, rhs, transpose)  # with true products, to be sure
+            try:
+                value, status, stats = self._solve(operator, rhs, transpose)
+                doubtful = bool((status != int(Status.converged)).any())
+            except RuntimeError:
+                if not operator.traced:
+                    raise
+                doubtful = True
+            if doubtful and operator.distrust():  # with true products, to be sure
+                value, status, stats = self._solve(operator, rhs, transpose)
             status = torch.where(batch.finite(rhs), status, int(Status.non_finite))
             self.report.backward = self.report.outcome(status, stats)
             failed = handle_failure("backward" if transpose else "tangent", self.report.backward, self.on_failure, self.report)
@@ -127,9 +133,11 @@ class Point:
         self.operator = Operator(condition.residual, y, condition.symmetric, graph=(leaf, primal), key=condition.key)
         self.operator.watched, self.operator.bound = primal.detach(), condition.bound
         self.operator.versions = [(t, t._version) for t in condition.tensors if not t.is_inference()]
-        if condition.parts is not None and condition.replay is not None and (self._boundary or self._hidden):
+        tracked = torch.is_grad_enabled() and (self._boundary or self._hidden)
+        if tracked and condition.parts is not None and condition.replay is not None:
             boundary = [] if self._hidden else self._boundary
-            self.operator.source = Source(condition.parts, condition.replay, y.detach(), condition.symmetric, boundary)
+            F = primal.detach()
+            self.operator.source = Source(condition.parts, condition.replay, y.detach(), F, condition.symmetric, boundary)
 
     def attach(self) -> Tensor:
         """y (B, n) with the derivatives that the condition implies; y itself where nothing asks for any."""
@@ -141,7 +149,8 @@ class Point:
         if tracked:
             link = _Link(self.condition, self.operator, True, self.F, self._boundary, self._hidden, self.y)
             # Where derivatives of F are traced, its own graph is left to those that are not.
-            link.cut = tangent is None and self.operator.source is not None and self.operator.source.pulls
+            source = self.operator.source
+            link.cut = tangent is None and not self._hidden and source is not None and source.pulls
             return _Implicit.apply(link, self.F.detach() if link.cut else self.F, *self._boundary)
         # F requires grad because of its leaf; nothing else does, so y must not.
         assert tangent is not None

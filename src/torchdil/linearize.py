@@ -1,13 +1,13 @@
 """A product with a Jacobian as a short list of operations: traced once, split, and simplified.
 
-p -> J p is linear, but as autograd leaves it the product is a long way round: derivatives of activation functions are worked out
-anew, and each is applied as a chain of products. Here it is traced (`make_fx`) and taken apart:
+p -> J p is linear, but as autograd leaves it the product is a long way round: derivatives of activation functions are worked
+out anew, and each is applied as a chain of products. Here it is traced (`make_fx`) and taken apart:
 
 - the *prelude* is what does not depend on p: activations, their derivatives; evaluated once a point;
 - the *linear* rest is what a product costs. Each value in it is kept as Σ cᵢ ⊙ vᵢ, with coefficients cᵢ of the prelude, so that
   a chain of elementwise products, or a sum of them, is one product with a coefficient that the prelude has worked out.
 
-What is left of the Hessian of an energy with one hidden layer: a matrix product, an elementwise one, the transposed matrix product.
+What is left of the Hessian of an energy with one hidden layer: two matrix products and an elementwise one between them.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_
 # In-place, but of the shape only.
 _RESHAPED = {aten.squeeze_.dim, aten.squeeze_.default, aten.unsqueeze_.default, aten.t_.default, aten.transpose_.default}
 
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
 # Their results are nobody else's.
 _FRESH = {aten.mm.default, aten.addmm.default, aten.addmm_.default}
 
@@ -62,7 +63,7 @@ class Split:
     """A function of a point and of vectors, linear in each of these, taken apart.
 
     Attributes:
-        prelude: a module (y, *captured) -> saved tensors.
+        prelude: a module (y, *captured) -> saved tensors, the first of them being what depends on no vector.
         parts: of each vector, what becomes of it.
         captured: the tensors that the function had closed over, themselves.
     """
@@ -72,8 +73,12 @@ class Split:
     captured: list[Tensor]
 
 
-def split(function: Callable[..., Sequence[tuple[Tensor, ...]]], y: Tensor, *vectors: Tensor) -> Split:
-    """Trace `function(y, *vectors)`, whose k-th result, a tuple, is linear in the k-th vector and depends on no other."""
+def split(function: Callable[..., Sequence[Sequence[Tensor]]], y: Tensor, *vectors: Tensor) -> Split:
+    """Trace `function(y, *vectors)`.
+
+    Its first result, a sequence of tensors, depends on no vector; result 1 + k is linear in the k-th vector, and depends on no
+    other.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and few need it
 
     traced = make_fx(function)(y, *vectors)
@@ -81,28 +86,55 @@ def split(function: Callable[..., Sequence[tuple[Tensor, ...]]], y: Tensor, *vec
     first, *others = (node for node in traced.graph.nodes if node.op == "placeholder")
     prelude.known[first] = prelude.inputs.first
     parts = [_Part(prelude, vector) for vector in others]
+    saved: list[fx.Node] = []
     for node in traced.graph.nodes:
         if node.op == "get_attr":
             prelude.capture(node)
         elif node.op == "call_function":
             _deal(node, prelude, parts)
         elif node.op == "output":
-            for part, results in zip(parts, node.args[0], strict=True):
+            values, *linear = node.args[0]
+            saved = [prelude.known[value] for value in values]
+            for part, results in zip(parts, linear, strict=True):
                 part.graph.output(tuple(part.value(result) for result in results))
-    return Split(prelude.module([node for part in parts for node in part.handed]), [part.linear() for part in parts], prelude.tensors())
+                saved += part.handed
+    return Split(prelude.module(saved), [part.linear() for part in parts], prelude.tensors())
+
+
+def add_in_place(part: Linear) -> None:
+    """Let sums of matrix products, gradients as large as matrices of weights, be made in one place."""
+    for node in part.module.graph.nodes:
+        if node.target is aten.addmm.default and node.args[0].target in _FRESH and len(node.args[0].users) == 1:
+            node.target = aten.addmm_.default
+    part.module.recompile()
 
 
 def _deal(node: fx.Node, prelude: _Prelude, parts: list[_Part]) -> None:
     """Put a call where it belongs."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None and schema.is_mutable and node.target not in _RESHAPED:
-        raise NotImplementedError(f"{node.target} changes its argument, which cannot be split")
+    target = _without_changes(node)
     for part in parts:
         if any(source in part.terms for source in node.all_input_nodes):
-            part.take(node)
+            part.take(node, target)
             return
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), prelude.known.__getitem__)
-    prelude.known[node] = prelude.call(node.target, *args, **kwargs)
+    prelude.known[node] = prelude.call(target, *args, **kwargs)
+
+
+def _without_changes(node: fx.Node) -> Any:
+    """The operation of a call; of one in place that which returns the result instead."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return node.target
+    if schema.name.endswith("_"):
+        source: Any = node.args[0]
+        made = getattr(source.target, "_schema", None)
+        # Of a tensor that was made for it, and is read by nobody else.
+        alone = made is not None and all(part.alias_info is None or part.alias_info.is_write for part in made.returns)
+        if node.target in _RESHAPED or (alone and len(source.users) == 1):
+            packet = getattr(aten, schema.name.removeprefix("aten::")[:-1], None)
+            if hasattr(packet, node.target._overloadname):
+                return getattr(packet, node.target._overloadname)
+    raise NotImplementedError(f"{node.target} changes its argument, which cannot be split")
 
 
 class _Inputs:
@@ -134,7 +166,7 @@ class _Prelude:
         if target is aten.t.default and args[0].target is aten.t.default:
             return args[0].args[0]
         key = (target, _hashable(args), _hashable(kwargs))
-        if key not in self._called or target in _RESHAPED:
+        if key not in self._called:
             self._called[key] = self.graph.call_function(target, args, kwargs)
         return self._called[key]
 
@@ -145,7 +177,11 @@ class _Prelude:
         self.known[node] = self._captured[name]
 
     def tensors(self) -> list[Tensor]:
-        return [getattr(self.traced, name) for name in self._captured]
+        """What the function had closed over, taken from the traced module, which is garbage now."""
+        found = [getattr(self.traced, name) for name in self._captured]
+        for name in self._captured:
+            delattr(self.traced, name)
+        return found
 
     def module(self, handed: list[fx.Node]) -> fx.GraphModule:
         self.saved = {node: place for place, node in enumerate(dict.fromkeys(handed))}
@@ -182,17 +218,15 @@ class _Part:
 
     def linear(self) -> Linear:
         self.graph.eliminate_dead_code()
-        for node in self.graph.nodes:
-            # A gradient as large as a matrix of weights is made in one place.
-            if node.target is aten.addmm.default and node.args[0].target in _FRESH and len(node.args[0].users) == 1:
-                node.target = aten.addmm_.default
         return Linear(fx.GraphModule({}, self.graph), [self.prelude.saved[node] for node in self.handed])
 
-    def take(self, node: fx.Node) -> None:
+    def take(self, node: fx.Node, target: Any) -> None:
         terms = self.sum(node) or self.scaled(node) or self.turned(node)
         if terms is None:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value)
-            terms = {self.graph.call_function(node.target, args, kwargs): 1.0}
+            # What was contiguous in the trace need not be so where factors were moved, or for many vectors at once.
+            target = aten.reshape.default if target in _VIEWS else target
+            terms = {self.graph.call_function(target, args, kwargs): 1.0}
         self.terms[node] = terms
 
     def sum(self, node: fx.Node) -> dict[fx.Node, Coefficient] | None:

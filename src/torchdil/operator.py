@@ -17,7 +17,8 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,8 +34,6 @@ STRATEGIES = ("auto", "backward", "forward", "traced", "measure")
 # faster, and a batched product may copy the weights for each of its rows.
 _DENSE_ROWS = 128
 _DENSE_CHUNK = 2**22
-# A Jacobian with no more numbers than this is kept for the next solve at its point.
-_KEPT = 2**18
 # Tracing costs once what is divided over the products of a solve; this many are assumed when strategies are timed.
 _ASSUMED_PRODUCTS = 50
 
@@ -61,6 +60,7 @@ class Operator:
         versions: of the tensors among these arguments, when F was evaluated.
         memo: what such a solver has worked out at this point, for its next solve.
         source: where F comes from, if it may be traced.
+        sure: whether to make products by autograd only, whatever is traced.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class Operator:
         self.versions: list[tuple[Tensor, int]] = []
         self.memo: dict[Hashable, Any] = {}
         self.source: Source | None = None
+        self.sure = False
         self._graph = graph
         self._key = key
         self._made: dict[tuple[str, bool], Product] = {}
@@ -101,12 +102,21 @@ class Operator:
 
     def linear(self, transpose: bool) -> Linear | None:
         """J or Jᵀ by a trace, where there is one; to be checked, see `torchdil.traced`."""
-        return None if self.source is None else self.source.linear(transpose)
+        return None if self.source is None or self.sure else self.source.linear(transpose)
 
     @property
     def traced(self) -> bool:
         """Whether a trace was used."""
         return self.source is not None and self.source.used
+
+    @contextmanager
+    def surely(self) -> Iterator[None]:
+        """A block in which products are made by autograd only."""
+        self.sure = True
+        try:
+            yield
+        finally:
+            self.sure = False
 
     def distrust(self) -> bool:
         """Give up the trace, if one was used."""
@@ -115,7 +125,6 @@ class Operator:
         self.source.forget()
         self.source = None
         self._made.clear()
-        self.memo.pop("dense", None)
         return True
 
     def mv(self, p: Tensor, strategy: str = "backward") -> Tensor:
@@ -131,6 +140,7 @@ class Operator:
         if strategy not in STRATEGIES:
             raise ValueError(f"product must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}.")
         transpose = transpose or self.symmetric
+        strategy = "backward" if strategy == "auto" and self.sure else strategy
         if (strategy, transpose) not in self._made:
             self._made[strategy, transpose] = self._make(strategy, transpose)
         made = self._made[strategy, transpose]
@@ -144,9 +154,6 @@ class Operator:
 
     def dense(self) -> Tensor:
         """J as a (B, n, n) tensor: all rows in batched products, in chunks that bound the memory."""
-        if "dense" in self.memo:
-            self.check_unchanged()
-            return self.memo["dense"].clone()
         samples, n = self.shape
         tensors = () if self.bound is None else pytree.tree_leaves(self.bound[1])
         weights = sum(t.numel() for t in tensors if isinstance(t, Tensor))
@@ -156,10 +163,7 @@ class Operator:
             units = self.y.new_zeros(min(chunk, n - i), n)
             units.diagonal(i).fill_(1)
             J[i : i + chunk] = self.rows(units.unsqueeze(1).expand(-1, samples, -1))
-        J = J.transpose(0, 1)
-        if J.numel() <= _KEPT:  # small: the check for curvature after the forward solve, and the backward
-            self.memo["dense"] = J.clone()
-        return J
+        return J.transpose(0, 1)
 
     def rows(self, vectors: Tensor) -> Tensor:
         """Jᵀ p for k vectors at once, (k, B, n) -> (k, B, n)."""

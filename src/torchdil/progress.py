@@ -78,17 +78,22 @@ class Progress:
         """Who runs, the codes and the steps, (B,) each: for a solver that keeps these itself."""
         return self.running, self._status, self.steps
 
-    def update(self, residual: Any, running: Any, status: Any, steps: Any) -> tuple[bool, tuple[Any, Any, Any]]:
-        """One step was taken by a solver that keeps the state itself, as tensors or, of one sample, as numbers.
+    @property
+    def room(self) -> int:
+        """How many steps may be taken before the next test of convergence."""
+        return max(1, min(self._check_every - self._taken % self._check_every, self._max_steps - self._taken))
+
+    def update(self, residuals: list[Any], running: Any, status: Any, steps: Any) -> tuple[bool, tuple[Any, Any, Any]]:
+        """Steps were taken by a solver that keeps the state itself, as tensors or, of one sample, as numbers.
 
         Returns:
             `finished()`, and the state.
         """
-        self._taken += 1
+        before, self._taken = self._taken, self._taken + len(residuals)
         self._latest = running, status, steps
-        self._residuals.append(residual)
+        self._residuals += residuals
         number = not isinstance(running, Tensor)
-        if self._taken % _REVIEW_EVERY == 0 or (number and not running):
+        if self._taken // _REVIEW_EVERY > before // _REVIEW_EVERY or (number and not running):
             self._absorb()
             self._review(self.history[-1])
             kept = self.state

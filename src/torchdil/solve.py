@@ -301,8 +301,9 @@ class Setting:
             full = self.statement.size(point.operator, y, start)
             stats.tolerance = (rtol * (full if size is None else torch.fmax(size, full))).clamp_min(atol)
             solved = self.statement.counted(F, y, start, point.operator) <= stats.tolerance
-            if not bool(solved.all()) and point.operator.distrust():
-                return self.judge(result, point, start, rtol, atol)
+            if not bool(solved.all()) and point.operator.traced and not point.operator.sure:
+                with point.operator.surely():
+                    return self.judge(result, point, start, rtol, atol)
             status = torch.where(~solved & (status == Status.converged), int(Status.not_stationary), status)
             near = (status == Status.max_steps) | (status == Status.stagnated) | (status == Status.not_stationary)
             status = torch.where(solved & near, int(Status.converged), status)
@@ -317,8 +318,9 @@ class Setting:
             return result
         with no_tangents():
             saddle = met & negative_curvature(point.operator)
-            if bool(saddle.any()) and point.operator.distrust():
-                saddle = met & negative_curvature(point.operator)
+            if bool(saddle.any()) and point.operator.traced:
+                with point.operator.surely():
+                    saddle = met & negative_curvature(point.operator)
         return result._replace(status=torch.where(saddle, int(Status.negative_curvature), result.status))
 
     def conclude(self, result: Result) -> Tensor:

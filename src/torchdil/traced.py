@@ -5,24 +5,25 @@ few solves it is traced, and from then on products are made by what is left of t
 operations cost a microsecond and not ten. Tensors that the function reads are inputs of the trace, wherever it reads them from
 (`captures.signature`), and everything else that it reads is part of the key under which the trace is kept.
 
-That leaves what cannot be seen, a number in a file for example. So whoever solves with these products checks the solution by one
-product of autograd, and calls `forget` if it is wrong.
+That leaves what cannot be seen, a number in a file for example. So F by the trace is compared with F, and whoever solves with
+these products checks the solution by one product of autograd, and gives the trace up if it is wrong.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchdil import batch
 from torchdil.captures import signature
-from torchdil.compiled import tracing
+from torchdil.compiled import CudaGraph, tracing
 from torchdil.graph import partial_derivatives
-from torchdil.linearize import Split, split
+from torchdil.linearize import Split, add_in_place, split
 
 Product = Callable[[Tensor], Tensor]
 # A function of a product with J and tensors.
@@ -31,6 +32,8 @@ Routine = Callable[..., tuple[Tensor, ...]]
 # Solves with the Jacobian of one function before it is traced, which takes a tenth of a second, and how many are remembered.
 _PATIENCE = 10
 _REMEMBERED = 64
+# A CUDA graph has no more numbers than this as its inputs.
+_CUDA_NUMBERS = 2**22
 
 
 class _Memory:
@@ -56,6 +59,8 @@ class _Trace:
         self._prelude, parts = halves.prelude, list(halves.parts)
         self._parts = {"pull": parts.pop()} if len(parts) > (1 if symmetric else 2) else {}
         self._parts |= {True: parts[0], False: parts[-1]}
+        if "pull" in self._parts:
+            add_in_place(self._parts["pull"])
         self.pulled = pulled
         self._routines: dict[Hashable, Routine] = {}
         self._lock = threading.Lock()
@@ -81,7 +86,7 @@ class _Trace:
     ) -> tuple[Tensor, ...]:
         with self._lock:
             if key not in self._routines:
-                self._routines[key] = _scripted(function, tensors, saved)
+                self._routines[key] = _fast(function, tensors, saved)
         return self._routines[key](*tensors, *saved)
 
 
@@ -110,7 +115,7 @@ class Source:
     Args:
         parts: what F depends on: the function, its arguments, the problem.
         residual: F, (B, n) -> (B, n).
-        y: the point, (B, n).
+        y, F: the point and F there, (B, n).
         symmetric: whether J = Jᵀ.
         boundary: the tensors that gradients are wanted of; none: products with J only.
 
@@ -119,13 +124,22 @@ class Source:
     """
 
     def __init__(
-        self, parts: Any, residual: Callable[[Tensor], Tensor], y: Tensor, symmetric: bool, boundary: list[Tensor]
+        self,
+        parts: Any,
+        residual: Callable[[Tensor], Tensor],
+        y: Tensor,
+        F: Tensor,
+        symmetric: bool,
+        boundary: list[Tensor],
     ):
-        self._y, self._symmetric = y, symmetric
+        self._y, self._F, self._symmetric = y.contiguous(), F, symmetric
         self._memory: _Memory | None = None
+        self._trace: _Trace | None = None
         self._tensors: list[Tensor] = []
         self._saved: tuple[Tensor, ...] | None = None
-        if (found := signature((parts, y, symmetric))) is None:
+        if torch.are_deterministic_algorithms_enabled():
+            return  # rounding must not depend on how often it was called before
+        if (found := signature((parts, self._y, symmetric))) is None:
             return
         self._tensors, key = found
         with _lock:
@@ -136,16 +150,17 @@ class Source:
             self._memory = _memories[key]
         # Traced now, when the function reads what it read for F, though it is used only in the backward pass.
         if self._memory.solves >= _PATIENCE and self._memory.trace is None and not self._memory.refused:
-            self._trace(residual, boundary)
-
-    @property
-    def pulls(self) -> bool:
-        """Whether gᵀ ∂F/∂θ is traced."""
-        return self._memory is not None and self._memory.trace is not None and bool(self._memory.trace.pulled)
+            self._make(residual, boundary)
+        self._trace = self._memory.trace
 
     @property
     def used(self) -> bool:
         return self._saved is not None
+
+    @property
+    def pulls(self) -> bool:
+        """Whether gᵀ ∂F/∂θ is traced."""
+        return self._ready() and self._trace is not None and bool(self._trace.pulled)
 
     def solved(self) -> None:
         """Count a solve."""
@@ -154,38 +169,60 @@ class Source:
 
     def linear(self, transpose: bool) -> Linear | None:
         """J, or with `transpose` Jᵀ, if it is traced."""
-        return None if self._memory is None or self._memory.trace is None else Linear(self, transpose or self._symmetric)
+        return Linear(self, transpose or self._symmetric) if self._ready() else None
 
     def pull(self, g: Tensor, boundary: list[Tensor]) -> tuple[Tensor | None, ...] | None:
         """gᵀ ∂F/∂t for each t in `boundary`, if it is traced."""
         if not self.pulls:
             return None
-        assert self._memory is not None and self._memory.trace is not None
+        assert self._trace is not None
         found = self.run("pull", None, lambda pull, g: pull(g), (g,))
-        by_id = {id(self._tensors[place]): grad for place, grad in zip(self._memory.trace.pulled, found, strict=True)}
-        return tuple(by_id.get(id(t)) for t in boundary) if all(id(t) in by_id for t in boundary) else None
+        by_id = {id(self._tensors[place]): grad for place, grad in zip(self._trace.pulled, found, strict=True)}
+        return tuple(by_id[id(t)] for t in boundary) if all(id(t) in by_id for t in boundary) else None
 
     @torch.no_grad()
     def run(self, part: Hashable, key: Hashable, routine: Routine, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        assert self._memory is not None and self._memory.trace is not None
-        if self._saved is None:
-            self._saved = self._memory.trace.prelude(self._y, self._tensors)
-        return self._memory.trace.run(part, key, routine, self._saved, tensors)
+        """`routine(function, *tensors)` with the linear function of that part; after `linear` or `pulls` only."""
+        assert self._trace is not None and self._saved is not None
+        return self._trace.run(part, key, routine, self._saved, tuple(t.contiguous() for t in tensors))
 
     def forget(self) -> None:
         """The trace was wrong: this function is not to be traced again."""
         if self._memory is not None:
-            self._memory.refused, self._memory.trace, self._memory = True, None, None
+            self._memory.refused, self._memory.trace = True, None
+        self._trace = self._saved = None
 
-    def _trace(self, residual: Callable[[Tensor], Tensor], boundary: list[Tensor]) -> None:
+    @torch.no_grad()
+    def _ready(self) -> bool:
+        """Whether there is a trace, and it gives F."""
+        if self._trace is not None and self._saved is None:
+            try:
+                self._saved = self._trace.prelude(self._y, self._tensors)
+                F = self._saved[0].view_as(self._F)
+                if not torch.equal(F, self._F) and not self._close(F):
+                    self.forget()
+            except RuntimeError:
+                self.forget()
+        return self._saved is not None
+
+    def _close(self, F: Tensor) -> bool:
+        """Whether F is the true one to rounding, of what it is a difference of."""
+        (change,) = self.run(True, "product", lambda product, p: product(p), (self._y,))
+        size, eps = batch.norm(change) + batch.norm(self._F), torch.finfo(F.dtype).eps
+        same = (batch.norm(F - self._F) <= eps**0.5 * size + eps) | ~batch.finite(self._F)
+        return bool(same.all())
+
+    def _make(self, residual: Callable[[Tensor], Tensor], boundary: list[Tensor]) -> None:
         places = {id(t): i for i, t in enumerate(self._tensors)}
-        pulled = [places[id(t)] for t in boundary] if all(id(t) in places for t in boundary) else []
+        # A tensor that keeps its gradient would keep that of the trace.
+        known = all(id(t) in places and not (t.retains_grad and not t.is_leaf) for t in boundary)
+        pulled = [places[id(t)] for t in boundary] if known else []
 
-        def derivatives(y: Tensor, *vectors: Tensor) -> list[tuple[Tensor, ...]]:
+        def derivatives(y: Tensor, *vectors: Tensor) -> list[Sequence[Tensor]]:
             with torch.enable_grad():
                 leaf = y.detach().requires_grad_()
                 F = residual(leaf)
-                found = [torch.autograd.grad(F, leaf, vectors[0], retain_graph=True)]
+                found: list[Sequence[Tensor]] = [(F.detach(),), torch.autograd.grad(F, leaf, vectors[0], retain_graph=True)]
                 if not self._symmetric:
                     u = torch.zeros_like(F).requires_grad_()
                     (w,) = torch.autograd.grad(F, leaf, u, create_graph=True)
@@ -211,20 +248,24 @@ _memories: dict[Hashable, _Memory] = {}
 _lock = threading.Lock()
 
 
-def _scripted(function: Routine, tensors: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Routine:
-    """The function as a TorchScript graph; itself where that cannot be."""
-    if saved[0].is_cuda:
-        return function
+def forget_all() -> None:
+    """Forget all traces: what follows is rounded as in a new process."""
+    with _lock:
+        _memories.clear()
 
-    def inputs() -> tuple[Tensor, ...]:
-        return (*(t.clone() for t in tensors), *saved)  # a routine may change its tensors
 
+def _fast(function: Routine, tensors: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Routine:
+    """The function as a TorchScript graph or a CUDA graph; itself where that cannot be, or would not pay."""
+    inputs = (*(t.clone() for t in tensors), *saved)  # a routine may change its tensors
     try:
         with tracing, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch, of its own TorchScript
-            scripted = torch.jit.trace(function, inputs(), check_trace=False)
+            if inputs[0].is_cuda:
+                # What a graph reads and writes it keeps; and large operations are not waiting for Python.
+                return CudaGraph(function, inputs) if sum(t.numel() for t in inputs) <= _CUDA_NUMBERS else function
+            scripted = torch.jit.trace(function, inputs, check_trace=False)
             for _ in range(2):  # it is optimised in its first runs
-                scripted(*inputs())
+                scripted(*(t.clone() for t in tensors), *saved)
     except Exception:
         return function
     return scripted

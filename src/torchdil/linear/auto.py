@@ -24,25 +24,16 @@ from torchdil.linear.spectrum import Either
 from torchdil.operator import Operator
 from torchdil.solution import Result, Stats, Status
 
-# Where the direct solve stops paying. Dense / Krylov, ms, one CPU thread, float32, rtol 1e-5 (float64 is alike):
-#
-#                            n = 32         64          128         256
-#   MLP energy,  batch 1:    1.0 / 1.7   1.3 / 1.7    2.0 / 1.7   3.6 / 1.8    (4 steps of CG)
-#                batch 256:  13 / 2.6    46 / 2.9     165 / 3.2
-#   convex MLP,  batch 1:    1.1 / 7.3   1.4 / 12     2.1 / 8.2   3.6 / 6.2    (20 to 40 steps of CG)
-#                batch 16:   1.8 / 7.3   3.2 / 14     8.9 / 10    33 / 7.9
-#                batch 256:  11 / 15     33 / 22      165 / 19
-#   DEQ root,    batch 1:    0.6 / 3.6   0.7 / 4.0    1.0 / 4.1   2.3 / 4.2    (10 steps of GMRES)
-#                batch 256:  5.7 / 9.9   22 / 11      140 / 14
-#
-# One problem is solved directly up to 128 unknowns, a batch while all of J is at most 2¹⁸ numbers: 32 unknowns at 256 samples.
+# One problem is solved directly up to so many unknowns, a batch while all of J is at most so many numbers.
 _DENSE_BELOW = 128
 _DENSE_NUMBERS = 2**18
+# The same where CG, which then takes a small part of a millisecond a step, would do.
+_DENSE_BESIDE_CG = 2**14
 
 
-def direct_pays(samples: int, n: int) -> bool:
-    """Whether B systems of n unknowns are better solved by factorising J."""
-    return n <= _DENSE_BELOW and samples * n * n <= _DENSE_NUMBERS
+def direct_pays(samples: int, n: int, beside_cg: bool = False) -> bool:
+    """Whether B systems of n unknowns are better solved by factorising J, or than by CG, on a CPU."""
+    return n <= _DENSE_BELOW and samples * n * n <= (_DENSE_BESIDE_CG if beside_cg else _DENSE_NUMBERS)
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,8 @@ class Auto(LinearSolver):
     stuck; J not symmetric: `GMRES`, then `BiCGStab` for samples that are left. The report names what was used.
 
     Attributes:
-        dense_below: solve directly up to this n, whatever the batch; None: up to 128 where B n² <= 2¹⁸.
+        dense_below: solve directly up to this n, whatever the batch; None: up to 128 where B n² <= 2¹⁸,
+            or 2¹⁴ on a CPU where J is symmetric.
 
     Example:
         >>> dil.argmin(score, y0, linear_solver=dil.Auto(rtol=1e-8))
@@ -68,7 +60,8 @@ class Auto(LinearSolver):
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         samples, n = rhs.shape
-        if direct_pays(samples, n) if self.dense_below is None else n <= self.dense_below:
+        beside_cg = operator.symmetric and rhs.device.type == "cpu"
+        if direct_pays(samples, n, beside_cg) if self.dense_below is None else n <= self.dense_below:
             return self._as(Dense).solve(operator, rhs, start, transpose=transpose)
         # Built once, for both methods.
         precondition = self.preconditioning(operator, transpose)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -70,20 +71,22 @@ class CG(LinearSolver):
         done = progress.finished()
         while not done:
             if linear is not None and numbers is _Many:
-                operator.products += 1
-                found = linear.run(("CG", self.damping), self._whole_step, *state, tolerance, F)
-                state, note = _State(*found[: len(state)]), found[len(state) :]
-                done, kept = progress.update(note[0], *state[-3:])
+                count = progress.room
+                operator.products += count
+                *found, noted = linear.run(("CG", self.damping, count), partial(self._whole_steps, count), *state, tolerance, F)
+                state = _State(*found)
+                new = [note.unbind() for note in noted.unbind()]
+                done, kept = progress.update([note[0] for note in new], *state[-3:])
+                notes += new
             else:
                 r_old = state.r.clone() if self.flexible else None
                 state, moved, rr, note = _descend(numbers, system, state, tolerance, F)
-                done, kept = progress.update(note[0], *state[-3:])
+                done, kept = progress.update([note[0]], *state[-3:])
                 z = state.r if done else precondition(state.r)  # which may be dear, and after the last step has no use
                 state, beta = _turn(numbers, state, moved, z, rr, r_old)
-                note = (*note, beta)
+                notes.append((*note, beta))
             state = _State(*state[:-3], *kept)
-            notes.append(note)
-        largest, least = (numbers.tensor(number, rhs) for number in (state.largest, state.least))
+        x, largest, least = state.x, *(numbers.tensor(number, rhs) for number in (state.largest, state.least))
         steps = _Steps(*(numbers.tensors(noted, rhs) for noted in zip(*notes, strict=True))) if notes else _Steps(*[[]] * 6)
         # H is singular: near its null space a step divides by a rounding error. Where that led astray, no step is better.
         status, residual = progress.status(), progress.history[-1]
@@ -96,13 +99,16 @@ class CG(LinearSolver):
         evidence = Steps(steps.lengths(), progress.history, batch.norm(rhs), largest, "orthogonal", F, steps.galerkin)
         return self.result(x, progress, method, operator.products - before, Ritz(steps.alphas, steps.betas), evidence)
 
-    def _whole_step(self, product: Callable[[Tensor], tuple[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """A step without a preconditioner, as one function of tensors: the state, then what is noted of it."""
+    def _whole_steps(self, count: int, product: Callable[[Tensor], tuple[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Steps without a preconditioner, as one function of tensors: the state, and what is noted, (count, ·, B)."""
         *parts, tolerance, F = tensors
         system = (lambda p: product(p)[0].add(p, alpha=self.damping)) if self.damping else lambda p: product(p)[0]
-        state, moved, rr, note = _descend(_Many, system, _State(*parts), tolerance, F)
-        state, beta = _turn(_Many, state, moved, state.r, rr, None)
-        return (*state, *note, beta)
+        state, notes = _State(*parts), []
+        for _ in range(count):
+            state, moved, rr, note = _descend(_Many, system, state, tolerance, F)
+            state, beta = _turn(_Many, state, moved, state.r, rr, None)
+            notes.append(torch.stack((*note, beta)))
+        return *state, torch.stack(notes)
 
 
 class _State(NamedTuple):

@@ -49,7 +49,7 @@ class Steps:
         A: ‖A‖, (B,), as far as the products have shown it.
         residuals: "minimal" over the Krylov space, "orthogonal" to one another (CG) or "irregular" (BiCGStab).
         F: ‖F‖, (B,); None: it was not looked at.
-        seen: ‖J⁻¹F‖ as far as the steps tell, (B,), or what works it out.
+        told: ‖J⁻¹F‖ as far as the steps tell, (B,), or what works it out.
     """
 
     lengths: list[Tensor]
@@ -58,7 +58,12 @@ class Steps:
     A: Tensor
     residuals: Literal["minimal", "orthogonal", "irregular"]
     F: Tensor | None
-    seen: Tensor | Callable[[], Tensor]
+    told: Tensor | Callable[[], Tensor]
+
+    @property
+    def seen(self) -> Tensor:
+        """‖J⁻¹F‖ as far as the steps tell, (B,)."""
+        return self.told if isinstance(self.told, Tensor) else self.told()
 
     def adjoint_error(self, stats: Stats) -> Tensor:
         assert stats.norm is not None
@@ -92,8 +97,7 @@ class Steps:
         if self.F is None:
             return None
         # What the Krylov space lacks for v it lacks for F as well.
-        seen = self.seen if isinstance(self.seen, Tensor) else self.seen()
-        return _ITERATIVE * torch.hypot(seen, self.F / self.A) * (1 + 2 * self.adjoint_error(stats))
+        return _ITERATIVE * torch.hypot(self.seen, self.F / self.A) * (1 + 2 * self.adjoint_error(stats))
 
 
 @dataclass

@@ -54,7 +54,7 @@ class GMRES(LinearSolver):
         progress = self.progress(batch.norm(r), rhs)
         while not progress.finished():
             beta = batch.norm(r)
-            V = rhs.new_zeros(samples, m + 1, n)
+            V = rhs.new_empty(samples, m + 1, n)
             V[:, 0] = batch.scale(batch.divide(torch.ones_like(beta), beta), r)
             H = rhs.new_zeros(samples, m + 1, m)
             # H = QᵀR: Q, the product of all Givens rotations so far, turns a new column in one product.
@@ -71,7 +71,7 @@ class GMRES(LinearSolver):
                 size = torch.where(progress.running, torch.maximum(size, batch.divide(batch.norm(w), batch.norm(z))), size)
                 w, h = _orthogonalise(w, V[:, : k + 1])
                 below = batch.norm(w)
-                column = (Q[:, : k + 1, : k + 1] @ h.unsqueeze(2)).squeeze(2)
+                column = batch.rows(Q[:, : k + 1, : k + 1], h)
                 pivot = torch.hypot(column[:, k], below)
                 largest = torch.maximum(largest, torch.hypot(batch.norm(column), below))
                 # A pivot that is zero to rounding: the system is singular, and dividing by it would add noise.
@@ -96,9 +96,9 @@ class GMRES(LinearSolver):
             u = _trusted(inverse, g[:, :k], torch.stack(estimates, dim=1), eps * largest)
             lengths += torch.linalg.vector_norm(inverse * g[:, None, :k], dim=1).unbind(1)
             if watched is not None:  # A V R⁻¹ has orthonormal columns
-                parts = torch.where(g[:, :k] != 0, (V[:, :k] @ watched.unsqueeze(2)).squeeze(2), 0.0)
-                seen = torch.maximum(seen, batch.norm((inverse.mT @ parts.unsqueeze(2)).squeeze(2)))
-            trial = x + precondition((u.unsqueeze(1) @ V[:, :k]).squeeze(1))
+                parts = torch.where(g[:, :k] != 0, batch.rows(V[:, :k], watched), 0.0)
+                seen = torch.maximum(seen, batch.norm(batch.combine(inverse, parts)))
+            trial = x + precondition(batch.combine(V[:, :k], u))
             r_trial = rhs - system(trial)
             better = (batch.norm(r_trial) < beta) & (u != 0).any(dim=1)
             x, r = batch.select(better, trial, x), batch.select(better, r_trial, r)
@@ -116,11 +116,10 @@ def _orthogonalise(w: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
     Classical Gram-Schmidt, twice: two batched products a pass, and as orthogonal as rounding allows.
     """
-    first = basis @ w.unsqueeze(2)
-    w = w - (first.mT @ basis).squeeze(1)
-    second = basis @ w.unsqueeze(2)
-    w = w - (second.mT @ basis).squeeze(1)
-    return w, (first + second).squeeze(2)
+    first = batch.rows(basis, w)
+    w = w - batch.combine(basis, first)
+    second = batch.rows(basis, w)
+    return w - batch.combine(basis, second), first + second
 
 
 def _inverse(R: Tensor) -> Tensor:

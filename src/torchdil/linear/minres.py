@@ -122,7 +122,7 @@ def _minimise(
         if precondition is None:
             evidence.lengths.append(move.abs() * batch.norm(d))
         if watched is not None:  # A d is a unit vector, orthogonal to those before
-            evidence.seen = torch.hypot(evidence.seen, torch.where(active, batch.dot(d, watched), 0.0))
+            evidence.told = torch.hypot(evidence.seen, torch.where(active, batch.dot(d, watched), 0.0))
         phi = torch.where(active, -s * phi, phi)
         if precondition is None:
             estimate = torch.where(active, phi.abs(), progress.history[-1])

@@ -1,0 +1,425 @@
+"""Traced derivatives: equal to those of autograd, used once a layer has been solved with often enough, and never out of date."""
+
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import torchdil as dil
+from torchdil import traced
+from torchdil.captures import signature
+from torchdil.linearize import split
+
+TIGHT = {"rtol": 1e-11, "atol": 1e-12}
+CALLS = traced._PATIENCE + 3
+
+
+@pytest.fixture(autouse=True)
+def _new():
+    traced.forget_all()
+    yield
+    traced.forget_all()
+
+
+def draw(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def traces():
+    return [memory for memory in traced._memories.values() if memory.trace is not None]
+
+
+def kept(layer):
+    """Whether a layer that was called often enough still has its trace."""
+    return [memory.solves for memory in traces()] != []
+
+
+# Scores of a batch y (B, 4), parameters W (4, 4) and x (B, 4).
+SCORES = {
+    "quadratic": lambda y, x, W: ((y @ W - x) ** 2).sum(-1) + (y**2).sum(-1),
+    "tanh": lambda y, x, W: (y**2).sum(-1) + (torch.tanh(y @ W) * x).sum(-1),
+    "softplus": lambda y, x, W: ((y - x) ** 2).sum(-1) + functional.softplus(y @ W).sum(-1),
+    "two layers": lambda y, x, W: ((y - x) ** 2).sum(-1) + functional.softplus(torch.sigmoid(y @ W) @ W**2).sum(-1),
+    "silu": lambda y, x, W: 3 * ((y - x) ** 2).sum(-1) + functional.silu(y @ W).mean(-1),
+    "gelu": lambda y, x, W: 3 * ((y - x) ** 2).sum(-1) + functional.gelu(y @ W).mean(-1),
+    "elu": lambda y, x, W: 3 * ((y - x) ** 2).sum(-1) + functional.elu(y @ W).mean(-1),
+    "relu squared": lambda y, x, W: ((y - x) ** 2).sum(-1) + (torch.relu(y @ W) ** 2).sum(-1),
+    "logsumexp": lambda y, x, W: ((y - x) ** 2).sum(-1) + torch.logsumexp(y @ W, -1),
+    "softmax": lambda y, x, W: 2 * ((y - x) ** 2).sum(-1) + (torch.softmax(y @ W, -1) ** 2).sum(-1),
+    "division": lambda y, x, W: ((y - x) ** 2).sum(-1) / (2 + torch.cos(W).sum() ** 2) + (y**4).sum(-1) / 3,
+    "exponentials": lambda y, x, W: torch.exp(0.3 * y).sum(-1) + ((y - x) ** 2 * torch.exp(W[0])).sum(-1),
+    "pieces": lambda y, x, W: (torch.cat([y[:, :2] * y[:, 2:], y**2], -1) ** 2).sum(-1) + ((y - x) ** 2).sum(-1),
+    "norms": lambda y, x, W: torch.sqrt(1 + (y @ W) ** 2).sum(-1) + ((y - x) ** 2).sum(-1),
+    "einsum": lambda y, x, W: torch.einsum("bi,ij,bj->b", y, W.T @ W, y) + ((y - x) ** 2).sum(-1) + (y**4).sum(-1),
+    "convolution": lambda y, x, W: functional.conv1d(y[:, None], W[:2, None, :3]).pow(4).sum((1, 2)) + ((y - x) ** 2).sum(-1),
+    "normalisation": lambda y, x, W: functional.layer_norm(y @ W, (4,)).pow(2).mean(-1) + 3 * ((y - x) ** 2).sum(-1),
+    "where": lambda y, x, W: torch.where(y > 0, y**2, 2 * y**2).sum(-1) + ((y @ W - x) ** 2).sum(-1),
+    "in place": lambda y, x, W: (y.clone().mul_(2) - x).pow(2).sum(-1) + (2 * y).add_(1).pow(2).sum(-1),
+    "indices": lambda y, x, W: ((y[:, [1, 0, 2, 1]] @ W - x) ** 2).sum(-1) + (y**2).sum(-1),
+    "stored": lambda y, x, W: (y**2).sum(-1) + ((stored(y) @ W - x) ** 2).sum(-1),
+}
+
+
+def stored(y):
+    """y, part by part, in a place that was made for it: what cannot be split."""
+    place = torch.zeros_like(y)
+    place[:, :2] = 2 * y[:, :2]
+    place[:, 2:] = y[:, 2:]
+    return place
+
+
+def gradient(score, y, x, W):
+    (F,) = torch.autograd.grad(score(y, x, W).sum(), y, create_graph=True)
+    return F
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_split_derivatives_are_those_of_autograd(name):
+    score = SCORES[name]
+    y, x, W, p, g = draw(0, 3, 4), draw(1, 3, 4), draw(2, 4, 4).requires_grad_(), draw(3, 3, 4), draw(4, 3, 4)
+
+    def derivatives(y, p, g):
+        with torch.enable_grad():
+            leaf = y.detach().requires_grad_()
+            F = gradient(score, leaf, x, W)
+            product = torch.autograd.grad(F, leaf, p, retain_graph=True)
+            pulled = torch.autograd.grad(F, W, g, materialize_grads=True)
+        return [(F.detach(),), product, pulled]
+
+    if name == "stored":
+        with pytest.raises(NotImplementedError, match="changes its argument"):
+            split(derivatives, y, p, g)
+        return
+    halves = split(derivatives, y, p, g)
+    y, p, g, new = draw(5, 3, 4), draw(6, 3, 4), draw(7, 3, 4), draw(8, 4, 4)
+    with torch.no_grad():
+        captured = [new if t is W else t for t in halves.captured]
+        saved = halves.prelude(y, *captured)
+        found = [
+            part.module(vector, *(saved[i] for i in part.places)) for part, vector in zip(halves.parts, (p, g), strict=True)
+        ]
+        W.copy_(new)
+    F, product, pulled = derivatives(y, p, g)
+    torch.testing.assert_close(saved[0], *F, **TIGHT)
+    torch.testing.assert_close(found[0], product, **TIGHT)
+    torch.testing.assert_close(found[1], pulled, **TIGHT)
+
+
+def test_a_product_is_no_more_than_its_matrices():
+    """The Hessian of an energy with one hidden layer: W D Wᵀ p + c p."""
+    W, x = draw(0, 30, 20), draw(1, 30)
+
+    def product(y, p):
+        with torch.enable_grad():
+            leaf = y.detach().requires_grad_()
+            F = gradient(lambda y, x, W: ((y - x) ** 2).sum() + functional.softplus(y @ W).sum(), leaf, x, W)
+            return [(), torch.autograd.grad(F, leaf, p)]
+
+    (part,) = split(product, draw(2, 30), draw(3, 30)).parts
+    names = [str(node.target).split(".")[1] for node in part.module.graph.nodes if node.op == "call_function"]
+    assert sorted(name for name in names if "squeeze" not in name) == ["addcmul", "mm", "mm", "mul"]
+
+
+class Layer(nn.Module):
+    """f(y) with parameters, as a user has it in a training loop."""
+
+    def __init__(self, score=SCORES["two layers"], linear_solver=None, shape=(5, 4)):
+        super().__init__()
+        self.score, self.linear_solver, self.shape = score, linear_solver, shape
+        self.W = nn.Parameter(0.5 * draw(0, 4, 4))
+        self.number = 1.0
+
+    def forward(self, x):
+        solver = dil.Newton(rtol=1e-12)
+        start = torch.zeros(self.shape, dtype=torch.float64)
+        stated = lambda y: self.number * self.score(y, x, self.W)  # noqa: E731 (a new function with each call)
+        return dil.argmin(stated, start, solver=solver, linear_solver=self.linear_solver).value
+
+
+def exact(layer, x, v):
+    """(∂/∂x, ∂/∂W) of vᵀy by the theorem, dense."""
+    with torch.no_grad():
+        y = layer(x)
+    total = lambda y, x, W: layer.number * layer.score(y, x, W).sum()  # noqa: E731
+    F = torch.func.grad(total)
+    J, of_x, of_W = torch.func.jacrev(F, (0, 1, 2))(y, x.detach(), layer.W.detach())
+    n = y.numel()
+    g = torch.linalg.solve(J.reshape(n, n).mT, v.reshape(n))
+    return -(g @ of_x.reshape(n, -1)).reshape(x.shape), -(g @ of_W.reshape(n, -1)).reshape(layer.W.shape)
+
+
+def check(layer, seed, **close):
+    x, v = draw(100 + seed, *layer.shape).requires_grad_(), draw(200 + seed, *layer.shape)
+    found = torch.autograd.grad((v * layer(x)).sum(), (x, layer.W), materialize_grads=True)
+    for one, other in zip(found, exact(layer, x, v), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9, **close)
+
+
+SOLVERS = [dil.Auto(rtol=1e-11), dil.CG(rtol=1e-11), dil.Dense(), dil.MINRES(rtol=1e-11), dil.GMRES(rtol=1e-11)]
+
+
+@pytest.mark.parametrize("linear_solver", [*SOLVERS, dil.NormalCG(rtol=1e-13), dil.CG(rtol=1e-11, damping=1e-13)])
+def test_gradients_before_and_after(linear_solver):
+    layer = Layer(linear_solver=linear_solver)
+    for seed in range(CALLS):
+        assert bool(traces()) == (seed > traced._PATIENCE)
+        check(layer, seed)
+    assert len(traces()) == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (40, 4)])
+@pytest.mark.parametrize("name", [name for name in SCORES if name != "stored"])
+def test_gradients_of_all_kinds(name, shape, monkeypatch):
+    monkeypatch.setattr(traced, "_PATIENCE", 0)
+    layer = Layer(SCORES[name], dil.CG(rtol=1e-11), shape)
+    for seed in range(3):
+        check(layer, seed)
+    assert traces()
+
+
+def test_what_cannot_be_split_works():
+    layer = Layer(SCORES["stored"])
+    for seed in range(CALLS):
+        check(layer, seed)
+    assert not traces() and all(memory.refused for memory in traced._memories.values())
+
+
+def test_roots_in_both_directions(monkeypatch):
+    monkeypatch.setattr(traced, "_PATIENCE", 0)
+    W = (0.3 * draw(0, 4, 4)).requires_grad_()
+
+    def solve(x, W):
+        return dil.root(lambda y: y - torch.tanh(y @ W + x), torch.zeros(3, 4, dtype=torch.float64), batch_dims=1).value
+
+    for seed in range(3):
+        x = draw(seed, 3, 4).requires_grad_()
+        assert torch.autograd.gradcheck(solve, (x, W), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(solve, (x, W))
+    assert traces()
+
+
+def changed_in_place(layer):
+    with torch.no_grad():
+        layer.W.mul_(0.7)
+
+
+def replaced(layer):
+    layer.W = nn.Parameter(draw(77, 4, 4))
+
+
+def number(layer):
+    layer.number = 1.7
+
+
+def other_function(layer):
+    layer.score = SCORES["softplus"]
+
+
+def other_shape(layer):
+    layer.shape = (6, 4)
+
+
+def transposed(layer):
+    layer.W = nn.Parameter(draw(78, 4, 4).T)
+
+
+@pytest.mark.parametrize("change", [changed_in_place, replaced, number, other_function, other_shape, transposed])
+def test_changes_are_seen(change):
+    layer = Layer()
+    for seed in range(CALLS):
+        check(layer, seed)
+    change(layer)
+    for seed in range(3):
+        check(layer, seed)
+    assert len(traces()) == 1 and not any(memory.refused for memory in traced._memories.values())
+
+
+def hidden_in_f(name):
+    return lambda y, x, W: ((y - x) ** 2 * float(os.environ[name])).sum(-1) + functional.softplus(y @ W).sum(-1)
+
+
+def hidden_in_x(name):
+    """J does not change with the number, F and ∂F/∂x do."""
+    return lambda y, x, W: ((y - float(os.environ[name]) * x) ** 2).sum(-1) + ((y @ W) ** 2).sum(-1)
+
+
+@pytest.mark.parametrize("hidden", [hidden_in_f, hidden_in_x])
+def test_what_cannot_be_seen_is_noticed(hidden, monkeypatch):
+    monkeypatch.setenv("HIDDEN", "1.0")
+    score = hidden("HIDDEN")
+    W = draw(0, 4, 4).requires_grad_()
+
+    def run(seed):
+        x, v = draw(seed, 3, 4).requires_grad_(), draw(50 + seed, 3, 4)
+        start = torch.zeros(3, 4, dtype=torch.float64)
+        y = dil.argmin(lambda y: score(y, x, W), start, solver=dil.Newton(rtol=1e-12)).value
+        found = torch.autograd.grad((v * y).sum(), (x, W))
+        F = torch.func.grad(lambda y, x, W: score(y, x, W).sum())
+        J, *parts = torch.func.jacrev(F, (0, 1, 2))(y.detach(), x.detach(), W.detach())
+        g = torch.linalg.solve(J.reshape(12, 12), v.reshape(12))
+        for one, part in zip(found, parts, strict=True):
+            torch.testing.assert_close(one, -(g @ part.reshape(12, -1)).reshape(one.shape), rtol=1e-7, atol=1e-9)
+
+    for seed in range(CALLS):
+        run(seed)
+    assert traces()
+    monkeypatch.setenv("HIDDEN", "1.5")
+    for seed in range(3):
+        run(seed)
+    assert not traces()
+
+
+def test_a_branch_that_depends_on_y():
+    def score(y, x):
+        return ((y - x) ** 2).sum(-1) * (3.0 if float(x.detach().sum()) > 0 else 1.0) + (y**4).sum(-1)
+
+    for seed in range(2 * CALLS):
+        x, v = draw(seed, 3, 4).requires_grad_(), draw(50 + seed, 3, 4)
+        start = torch.zeros(3, 4, dtype=torch.float64)
+        y = dil.argmin(score, start, (x,), solver=dil.Newton(rtol=1e-12)).value
+        (found,) = torch.autograd.grad((v * y).sum(), x)
+        factor = 3.0 if float(x.detach().sum()) > 0 else 1.0
+        torch.testing.assert_close(found, v * 2 * factor / (2 * factor + 12 * y.detach() ** 2), rtol=1e-7, atol=1e-9)
+
+
+def test_higher_derivatives(monkeypatch):
+    monkeypatch.setattr(traced, "_PATIENCE", 0)
+    layer = Layer(shape=(2, 4))
+    for _ in range(3):
+        check(layer, 0)
+    x = draw(1, 2, 4).requires_grad_()
+
+    def value(x, W):
+        start = torch.zeros(2, 4, dtype=torch.float64)
+        return dil.argmin(layer.score, start, (x, W), solver=dil.Newton(rtol=1e-13)).value
+
+    W = layer.W.detach().clone().requires_grad_()
+    assert torch.autograd.gradcheck(value, (x, W)) and torch.autograd.gradgradcheck(value, (x, W))
+    assert traces()
+
+
+def test_a_change_between_forward_and_backward_raises():
+    layer = Layer()
+    for seed in range(CALLS):
+        check(layer, seed)
+    y = layer(draw(0, 5, 4))
+    with torch.no_grad():
+        layer.W.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_only_what_is_asked_for():
+    """Gradients of some inputs, hooks, a second backward pass and accumulation are those of autograd."""
+    layer, encoder = Layer(), nn.Linear(4, 4).double()
+    for seed in range(CALLS):
+        check(layer, seed)
+    calls = []
+    for _ in range(2):
+        raw = draw(3, 5, 4).requires_grad_()
+        x = encoder(raw)
+        x.register_hook(lambda grad: calls.append(grad))
+        y = layer(x)
+        (one,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        (other,) = torch.autograd.grad(y.sum(), layer.W, retain_graph=True)
+        of_x, of_W = exact(layer, x.detach(), torch.ones_like(y))
+        torch.testing.assert_close(one, of_x, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(other, of_W, rtol=1e-7, atol=1e-9)
+        layer.zero_grad()
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+        torch.testing.assert_close(layer.W.grad, 2 * of_W, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(raw.grad, 2 * of_x @ encoder.weight.detach(), rtol=1e-7, atol=1e-9)
+    assert len(calls) == 6
+
+
+def test_parameters_that_are_swapped_for_a_call():
+    layer = Layer()
+    for seed in range(CALLS):
+        check(layer, seed)
+    x, v = draw(0, 5, 4), draw(1, 5, 4)
+    W = draw(99, 4, 4).requires_grad_()
+    y = torch.func.functional_call(layer, {"W": W}, (x,))
+    (found,) = torch.autograd.grad((v * y).sum(), W)
+    with torch.no_grad():
+        layer.W.copy_(W)
+    torch.testing.assert_close(found, exact(layer, x, v)[1], rtol=1e-7, atol=1e-9)
+
+
+def test_nothing_of_the_user_is_kept():
+    layer = Layer()
+    for seed in range(CALLS):
+        x = draw(seed, 5, 4).requires_grad_()
+        layer(x).sum().backward()
+    assert traces()
+    gone = [weakref.ref(x), weakref.ref(layer.W), weakref.ref(layer)]
+    del x, layer
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None, None]
+
+
+def test_few_are_remembered():
+    for n in range(1, traced._REMEMBERED + 10):
+        x = torch.ones(n, 2, dtype=torch.float64, requires_grad=True)
+        dil.argmin(lambda y, x: ((y - x) ** 2).sum(-1), torch.zeros_like(x), (x,)).value.sum().backward()
+    assert len(traced._memories) == traced._REMEMBERED
+
+
+def test_deterministic_algorithms_are_not_traced():
+    torch.use_deterministic_algorithms(True)
+    try:
+        layer = Layer()
+        for seed in range(CALLS):
+            check(layer, seed)
+        assert not traced._memories
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_threads():
+    layers = [Layer(), Layer(SCORES["softplus"]), Layer(SCORES["tanh"], dil.CG(rtol=1e-11))]
+    errors = []
+
+    def train(layer):
+        try:
+            for seed in range(2 * CALLS):
+                check(layer, seed)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(layer,)) for layer in layers * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_signature_tells_functions_apart():
+    a, b = draw(0, 2, 3), draw(1, 2, 3)
+
+    def make(t, number, inner):
+        return lambda y: inner(y * number + t)
+
+    same = signature(make(a, 1.0, torch.sin)), signature(make(b, 1.0, torch.sin))
+    assert same[0][1] == same[1][1] and same[0][0][0] is a and same[1][0][0] is b
+    others = (
+        make(a, 2.0, torch.sin),
+        make(a, 1, torch.sin),
+        make(a, 1.0, torch.cos),
+        make(a.T, 1.0, torch.sin),
+        make(a.float(), 1.0, torch.sin),
+    )
+    assert all(signature(other)[1] != same[0][1] for other in others)
+    shared = [a, b], [a, a]
+    assert signature(lambda y: y + shared[0][0])[1] is not None
+    assert signature((a, b))[1] != signature((a, a))[1]
+    assert signature([draw(0, 1) for _ in range(3000)]) is None
+    loop = []
+    loop.append(loop)
+    assert signature(loop)[0] == []
