@@ -11,10 +11,11 @@ import torch
 
 from benchmarks import control, core, ode, scale, solvers, tables
 from benchmarks.machine import machine
+from benchmarks.peers import compare, page
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PARTS = ("core", "solvers", "ode", "control")
+PARTS = ("core", "solvers", "ode", "control", "peers")
 
 
 def run_core(unknowns: int, repeats: int) -> dict[str, Any]:
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="how often each time is taken")
     parser.add_argument("--only", choices=PARTS, help="measure this part and keep the results of the others")
     ode.add_arguments(parser)
+    compare.add_arguments(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     RESULTS.mkdir(exist_ok=True)
@@ -52,8 +54,11 @@ def main() -> None:
         ode.measure(options)
     if options.only in (None, "control"):
         control.measure(options)
+    if options.only in (None, "peers"):
+        compare.measure(options)
     results = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     tables.update(results, ROOT)
+    page.update(results, ROOT / "docs")
     print(tables.numbers(results["core"]))
     print(tables.solvers(results["solvers"]))
     print(tables.ode(results))

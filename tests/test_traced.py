@@ -1,4 +1,4 @@
-"""Traced derivatives: equal to those of autograd, used once a layer has been solved with often enough, and never out of date."""
+"""Traced derivatives: equal to those of autograd, used once a layer was solved with often enough, and never out of date."""
 
 import gc
 import os
@@ -368,6 +368,13 @@ def test_few_are_remembered():
         x = torch.ones(n, 2, dtype=torch.float64, requires_grad=True)
         dil.argmin(lambda y, x: ((y - x) ** 2).sum(-1), torch.zeros_like(x), (x,)).value.sum().backward()
     assert len(traced._memories) == traced._REMEMBERED
+
+
+def test_autograd_where_it_is_asked_for():
+    layer = Layer(linear_solver=dil.Auto(product="backward"))
+    for seed in range(CALLS):
+        check(layer, seed)
+    assert not traced._memories
 
 
 def test_deterministic_algorithms_are_not_traced():

@@ -1,12 +1,13 @@
 """All systems on all problems: judged against a reference, then timed in turns; `benchmarks/results/peers.json`.
 
-`python -m benchmarks.peers.compare --torch-python PATH --jax-python PATH`, the Pythons of environments with
+`python -m benchmarks --only peers --torch-python PATH --jax-python PATH`, the Pythons of environments with
 `benchmarks/peers-torch.txt` and `benchmarks/peers-jax.txt`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -28,6 +29,7 @@ from benchmarks.peers.torch_side import OPS
 from benchmarks.timing import one_core, quartiles
 
 ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 OURS = "torchdil"
 TORCH, JAX = ("torchopt", "xitorch", "torchdeq"), ("jaxopt", "optimistix")
 # A gradient is wrong if it is off by more than this many times the tolerance of the linear solve, relative.
@@ -78,11 +80,12 @@ class Worker:
     def __init__(self, name: str, python: str, device: str):
         self.name = name
         flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        paths = [str(ROOT), *([str(ROOT / "src")] if python == sys.executable else [])]
         settings = {
             "OMP_NUM_THREADS": "1",
             "XLA_FLAGS": flags if device == "cpu" else "",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *([str(ROOT / "src")] if name == OURS else [])]),
+            "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         command = [python, "-m", "benchmarks.peers.worker", name, device]
@@ -98,7 +101,8 @@ class Worker:
         return json.loads(line) if line else {"error": f"the process ended with status {self._process.wait()}"}
 
     def close(self) -> None:
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait(timeout=60)
         self._process.stdout.close()
 
@@ -127,53 +131,88 @@ def case(problem: Problem, workers: dict[str, Worker], folder: str, device: str)
         seconds = max(1e-5, statistics.median(sum(times) for times in first["times"]))
         turns[name] = (max(1, min(200, round(SECONDS / seconds))), 0 if seconds > SECONDS else 1)
     times: dict[str, list[Any]] = {name: [] for name in turns}
+    limits: list[float] = []
     for _ in range(ROUNDS):
         for name, (calls, before) in turns.items():
             times[name] += workers[name].ask(calls=calls, before=before)["times"]
+        limit = workers[OURS].ask(limit=True)
+        limits.append(limit["steps"] * limit["product"])
     for name, pairs in times.items():
         systems[name] |= {"backward": quartiles([b for _, b in pairs]), "both": quartiles([a + b for a, b in pairs])}
     ours = systems[OURS]
+    assert "backward" in ours, ours["error"]
     ratios = {
         name: {what: round(system[what]["median"] / ours[what]["median"], 3) for what in ("backward", "both")}
         for name, system in systems.items()
         if name != OURS and "backward" in system
     }
-    return {"problem": asdict(problem), "label": problem.label, "systems": systems, "ratios": ratios}
+    return {
+        "problem": asdict(problem),
+        "label": problem.label,
+        "systems": systems,
+        "ratios": ratios,
+        "limit": quartiles(limits) | {"steps": limit["steps"], "method": limit["method"]},
+    }
 
 
 def run(device: str, torch_python: str | None, jax_python: str | None, only: str | None = None) -> dict[str, Any]:
-    pythons = {OURS: sys.executable} | dict.fromkeys(TORCH, torch_python) | dict.fromkeys(JAX, jax_python)
+    """All problems, or those with `only` in their label."""
+    pythons = dict.fromkeys((OURS, "untraced", "handwritten"), sys.executable)
+    pythons |= {name: python for names, python in ((TORCH, torch_python), (JAX, jax_python)) if python for name in names}
     cases = []
     with one_core(device), tempfile.TemporaryDirectory() as folder:
-        workers = {name: Worker(name, python, device) for name, python in pythons.items() if python}
+        workers = {name: Worker(name, python, device) for name, python in pythons.items()}
         try:
             for problem in problems(device):
                 if only is None or only in problem.label:
                     cases.append(case(problem, workers, folder, device))
-                    print(
-                        problem.label,
-                        json.dumps(cases[-1]["ratios"]),
-                        {n: s["error"] for n, s in cases[-1]["systems"].items() if "error" in s},
-                        {n: s["backward"]["median"] for n, s in cases[-1]["systems"].items() if "backward" in s},
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    print(problem.label, _shown(cases[-1]), file=sys.stderr, flush=True)
         finally:
             for worker in workers.values():
                 worker.close()
     return {"machine": machine() | {"device": device}, "cases": cases}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.compare", description=__doc__)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--torch-python")
-    parser.add_argument("--jax-python")
-    parser.add_argument("--only", help="problems whose label has this in it")
-    options = parser.parse_args()
-    results = run(options.device, options.torch_python, options.jax_python, options.only)
-    print(json.dumps(results, indent=2))
+def _shown(found: dict[str, Any]) -> str:
+    """The ratios of a case, for whoever waits."""
+    return ", ".join(f"{name} {ratio['backward']:.2g}" for name, ratio in found["ratios"].items())
 
 
-if __name__ == "__main__":
-    main()
+def check(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
+    """What has fallen behind the committed results: a ratio to a peer, by more than the spread of both measurements."""
+    committed = {found["label"]: found for found in old["cases"]}
+    behind = []
+    for found in new["cases"]:
+        before = committed.get(found["label"])
+        for name, ratio in found["ratios"].items():
+            if before is None or name not in before["ratios"]:
+                continue
+            noise = 1.0
+            for measured in (found, before):
+                for system in (name, OURS):
+                    low, high = measured["systems"][system]["backward"]["quartiles"]
+                    noise *= high / low
+            if ratio["backward"] * noise < before["ratios"][name]["backward"]:
+                behind.append(f"{found['label']}: {ratio['backward']} of {name}, was {before['ratios'][name]['backward']}")
+    return behind
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--torch-python", default=os.environ.get("TORCHDIL_TORCH_PYTHON"), help="a Python with benchmarks/peers-torch.txt"
+    )
+    parser.add_argument("--problems", help="of the comparison with peers: those with this in their label")
+    parser.add_argument("--check", action="store_true", help="compare with the committed results of the peers, and write none")
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Run as the options say; write the results, or check them against those that are there."""
+    for name, python in (("PyTorch", options.torch_python), ("JAX", options.jax_python)):
+        if python is None:
+            print(f"peers on {name} are left out: give --torch-python and --jax-python", file=sys.stderr)
+    path = RESULTS / ("peers_gpu.json" if options.device == "cuda" else "peers.json")
+    results = run(options.device, options.torch_python, options.jax_python, options.problems)
+    if options.check:
+        behind = check(results, json.loads(path.read_text()))
+        sys.exit("\n".join(["behind the committed results:", *behind]) if behind else 0)
+    path.write_text(json.dumps(results, indent=2) + "\n")

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
 import torchdil as dil
 from benchmarks.peers.problems import Arrays, Problem, objective, residual
-from benchmarks.peers.torch_side import OPS, Given, Layer, TorchCalls
+from benchmarks.peers.torch_side import OPS, Given, Layer, TorchCalls, now
+from torchdil.compiled import CudaGraph
+from torchdil.linearize import split
 
 PACKAGES = ("torchdil", "torch")
+WARM_UP = 14  # calls until the products are traced
 
 
 def make(problem: Problem, solution: Tensor) -> Layer:
@@ -22,13 +29,46 @@ def make(problem: Problem, solution: Tensor) -> Layer:
         def stated(y: Tensor) -> Tensor:
             return function(OPS, problem, y, given)
 
-        return state(stated, solution, solver=lambda f, y: solution, linear_solver=solver, on_failure="ignore", **batch).value
+        layer.solved = state(stated, solution, solver=known, linear_solver=solver, on_failure="ignore", **batch)
+        return layer.solved.value
+
+    def known(function: Any, y: Tensor) -> Tensor:
+        return solution
 
     return layer
 
 
-def calls(problem: Problem, arrays: Arrays, device: str) -> TorchCalls:
-    return TorchCalls(make, problem, arrays, device)
+class Calls(TorchCalls):
+    """With what is the least that any implementation can take: the steps of CG times one product with J."""
+
+    def limit(self) -> dict[str, float]:
+        """CG's steps, and the seconds of one product, as it is traced, made alone."""
+        problem, given = self.problem, {name: t.detach() for name, t in self.given.items()}
+        with torch.no_grad():
+            halves = split(partial(_product, problem, given), self.solution, self.v)
+            saved = halves.prelude(self.solution, *halves.captured)
+            (part,) = halves.parts
+            inputs = (self.v, *(saved[place] for place in part.places))
+            product = CudaGraph(part.module, inputs) if self.device == "cuda" else part.module
+            if self.device == "cpu" and problem.name != "experts":  # whose convolutions TorchScript cannot trace
+                product = torch.jit.trace(product, inputs, check_trace=False)
+            times = []
+            for _ in range(20):
+                began = now(self.device)
+                product(*inputs)
+                times.append(now(self.device) - began)
+        stats = self.layer.solved.report.backward.stats
+        return {"steps": int(stats.steps.max()), "product": statistics.median(times[5:]), "method": stats.method}
 
 
-__all__ = ["PACKAGES", "calls", "torch"]
+def _product(problem: Problem, given: Given, y: Tensor, p: Tensor) -> list[tuple[Tensor, ...]]:
+    with torch.enable_grad():
+        leaf = y.detach().requires_grad_()
+        F = residual(OPS, problem, leaf, given) if problem.kind == "root" else None
+        if F is None:
+            (F,) = torch.autograd.grad(objective(OPS, problem, leaf, given).sum(), leaf, create_graph=True)
+        return [(), torch.autograd.grad(F, leaf, p)]
+
+
+def calls(problem: Problem, arrays: Arrays, device: str) -> Calls:
+    return Calls(make, problem, arrays, device)

@@ -1,4 +1,7 @@
-"""xitorch: `xitorch.optimize.minimize` and `equilibrium` with the solution as the answer of the method. A batch is one system."""
+"""xitorch: `xitorch.optimize.minimize` and `equilibrium` with the solution as the answer of the method.
+
+A batch is one system.
+"""
 
 from __future__ import annotations
 

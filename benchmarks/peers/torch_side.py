@@ -32,10 +32,10 @@ class TorchCalls:
     def __init__(self, make: Callable[[Problem, Tensor], Layer], problem: Problem, arrays: Arrays, device: str):
         torch.set_num_threads(1)
         tensors = {name: torch.as_tensor(array, device=device) for name, array in arrays.items()}
-        self.device, self.v, solution = device, tensors.pop("v"), tensors.pop("solution")
+        self.problem, self.device, self.v, self.solution = problem, device, tensors.pop("v"), tensors.pop("solution")
         self.given = {name: tensor.requires_grad_(name in problem.of) for name, tensor in tensors.items()}
         self.wanted = [self.given[name] for name in problem.of]
-        self.layer = make(problem, solution)
+        self.layer: Any = make(problem, self.solution)
 
     def __call__(self) -> tuple[float, float]:
         """Seconds of the forward, given the solution, and of the backward."""
@@ -49,9 +49,3 @@ class TorchCalls:
         """Of the last call, as one vector; zeros where there is none."""
         parts = (torch.zeros_like(t) if g is None else g for g, t in zip(self.gradients, self.wanted, strict=True))
         return np.concatenate([part.detach().cpu().numpy().ravel() for part in parts])
-
-
-def packages(*names: str) -> dict[str, Any]:
-    from importlib.metadata import version
-
-    return {name: version(name) for name in names}

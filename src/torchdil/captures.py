@@ -43,7 +43,7 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
     identity. None for a function that reaches too many objects.
     """
     tensors: list[Tensor] = []
-    key: list[Hashable] = []
+    key: list[Any] = []
     seen: dict[int, int] = {}
     stack = [function]
     while stack:

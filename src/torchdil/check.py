@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchdil.advice import mend, seen
-from torchdil.graph import captured_tensors
+from torchdil.captures import captured_tensors
 from torchdil.modes import observed_by
 from torchdil.solution import Solution, text_table
 from torchdil.watch import Solve, Watch, newton_steps, own_steps

@@ -93,6 +93,10 @@ class Condition:
                 doubtful = True
             if doubtful and operator.distrust():  # with true products, to be sure
                 value, status, stats = self._solve(operator, rhs, transpose)
+                doubtful = bool((status != int(Status.converged)).any())
+            if not doubtful:
+                self.report.backward = self.report.outcome(status, stats)
+                return mask_failed(value, self.failed, self.on_failure)
             status = torch.where(batch.finite(rhs), status, int(Status.non_finite))
             self.report.backward = self.report.outcome(status, stats)
             failed = handle_failure("backward" if transpose else "tangent", self.report.backward, self.on_failure, self.report)
@@ -105,7 +109,9 @@ class Condition:
         # The residual that a solver keeps by recurrence drifts from the true one in low precision, and knows nothing of a
         # function that mixes samples, nor of a trace that is out of date. One product tells.
         if not stats.verified or operator.traced:
-            remainder = rhs - operator.product(transpose)(value) - self.linear_solver.damping * value
+            remainder = rhs - operator.product(transpose)(value)
+            if self.linear_solver.damping:
+                remainder -= self.linear_solver.damping * value
             stats.residual, stats.products = batch.norm(remainder), stats.products + 1
         stats.norm, stats.damping = batch.norm(value), self.linear_solver.damping
         missed = (status == Status.converged) & ~(stats.residual <= _SLACK * stats.tolerance)
@@ -134,7 +140,8 @@ class Point:
         self.operator.watched, self.operator.bound = primal.detach(), condition.bound
         self.operator.versions = [(t, t._version) for t in condition.tensors if not t.is_inference()]
         tracked = torch.is_grad_enabled() and (self._boundary or self._hidden)
-        if tracked and condition.parts is not None and condition.replay is not None:
+        wanted = tracked and condition.parts is not None and condition.linear_solver.product == "auto"
+        if wanted and condition.replay is not None:
             boundary = [] if self._hidden else self._boundary
             F = primal.detach()
             self.operator.source = Source(condition.parts, condition.replay, y.detach(), F, condition.symmetric, boundary)
@@ -191,8 +198,8 @@ class _Link:
             return found
         needed = [t for t, wanted in zip(self.boundary, asked, strict=True) if wanted]
         leaf, _ = self.operator.graph()
-        found = iter(partial_derivatives(self.F, g, needed, leaf, create_graph=False))
-        return tuple(next(found) if wanted else None for wanted in asked)
+        grads = iter(partial_derivatives(self.F, g, needed, leaf, create_graph=False))
+        return tuple(next(grads) if wanted else None for wanted in asked)
 
     def solve(self, rhs: Tensor, transpose: bool) -> Tensor:
         return self.condition.solve(self.operator, rhs, transpose)

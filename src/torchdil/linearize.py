@@ -122,19 +122,20 @@ def _deal(node: fx.Node, prelude: _Prelude, parts: list[_Part]) -> None:
 
 def _without_changes(node: fx.Node) -> Any:
     """The operation of a call; of one in place that which returns the result instead."""
-    schema = getattr(node.target, "_schema", None)
+    target: Any = node.target
+    schema = getattr(target, "_schema", None)
     if schema is None or not schema.is_mutable:
-        return node.target
+        return target
     if schema.name.endswith("_"):
         source: Any = node.args[0]
         made = getattr(source.target, "_schema", None)
         # Of a tensor that was made for it, and is read by nobody else.
         alone = made is not None and all(part.alias_info is None or part.alias_info.is_write for part in made.returns)
-        if node.target in _RESHAPED or (alone and len(source.users) == 1):
+        if target in _RESHAPED or (alone and len(source.users) == 1):
             packet = getattr(aten, schema.name.removeprefix("aten::")[:-1], None)
-            if hasattr(packet, node.target._overloadname):
-                return getattr(packet, node.target._overloadname)
-    raise NotImplementedError(f"{node.target} changes its argument, which cannot be split")
+            if hasattr(packet, target._overloadname):
+                return getattr(packet, target._overloadname)
+    raise NotImplementedError(f"{target} changes its argument, which cannot be split")
 
 
 class _Inputs:
@@ -233,11 +234,13 @@ class _Part:
         """The terms of a sum or difference of two values, of one shape."""
         if node.target not in (aten.add.Tensor, aten.sub.Tensor):
             return None
-        if not all(isinstance(arg, fx.Node) and arg in self.terms and _like(arg, node) for arg in node.args):
+        args: tuple[Any, ...] = node.args
+        if not all(isinstance(arg, fx.Node) and arg in self.terms and _like(arg, node) for arg in args):
             return None
-        factor = node.kwargs.get("alpha", 1) * (1.0 if node.target is aten.add.Tensor else -1.0)
-        terms = dict(self.terms[node.args[0]])
-        for value, coefficient in self.terms[node.args[1]].items():
+        alpha: Any = node.kwargs.get("alpha", 1)
+        factor = float(alpha) * (1.0 if node.target is aten.add.Tensor else -1.0)
+        terms = dict(self.terms[args[0]])
+        for value, coefficient in self.terms[args[1]].items():
             more = self.prelude.times(coefficient, factor)
             terms[value] = self.prelude.plus(terms[value], more) if value in terms else more
         return terms
@@ -247,7 +250,8 @@ class _Part:
         sources = [arg for arg in node.all_input_nodes if arg in self.terms]
         if len(sources) != 1 or not _like(sources[0], node):
             return None
-        source, args, prelude, factor = sources[0], node.args, self.prelude, None
+        source, args, prelude = sources[0], node.args, self.prelude
+        factor: Coefficient | None = None
         if node.target in _SAME:
             factor = 1.0
         elif node.target is aten.neg.default:
@@ -268,7 +272,8 @@ class _Part:
 
     def turned(self, node: fx.Node) -> dict[fx.Node, Coefficient] | None:
         """The term of (A B)ᵀ, as Bᵀ Aᵀ."""
-        if node.target is not aten.t.default or len(terms := self.terms[node.args[0]]) != 1:
+        of: Any = node.args[0] if node.args else None
+        if node.target is not aten.t.default or len(terms := self.terms[of]) != 1:
             return None
         ((value, coefficient),) = terms.items()
         if value.target is not aten.mm.default or coefficient != 1.0:

@@ -56,7 +56,8 @@ class Progress:
         self._residuals: list[Any] = []
         self._latest: tuple[Any, Any, Any] = self.state
         self._record(residual)
-        self._review(residual)
+        if not bool(torch.isfinite(residual).all()):
+            self._review(residual)
 
     def finished(self) -> bool:
         """Whether no sample needs another step."""
@@ -93,7 +94,10 @@ class Progress:
         self._latest = running, status, steps
         self._residuals += residuals
         number = not isinstance(running, Tensor)
-        if self._taken // _REVIEW_EVERY > before // _REVIEW_EVERY or (number and not running):
+        if number and not running:
+            self._absorb()
+            return True, self._latest
+        if self._taken // _REVIEW_EVERY > before // _REVIEW_EVERY:
             self._absorb()
             self._review(self.history[-1])
             kept = self.state
@@ -147,7 +151,8 @@ class Progress:
     def status(self) -> Tensor:
         """A `Status` code per sample, (B,); call when finished."""
         self._absorb()
-        self._review(self.history[-1])
+        if bool(self.running.any()):
+            self._review(self.history[-1])
         self._show(last=True)
         status = torch.where(self._status == _RUNNING, int(Status.max_steps), self._status)
         if self._table is not None:

@@ -57,10 +57,11 @@ class _Trace:
         # By the place in the list of what the function reads; what is not there was made by the function itself.
         self._where = [places.get(id(t), t.detach()) for t in halves.captured]
         self._prelude, parts = halves.prelude, list(halves.parts)
-        self._parts = {"pull": parts.pop()} if len(parts) > (1 if symmetric else 2) else {}
-        self._parts |= {True: parts[0], False: parts[-1]}
-        if "pull" in self._parts:
+        self._parts: dict[Hashable, Any] = {}
+        if len(parts) > (1 if symmetric else 2):
+            self._parts["pull"] = parts.pop()
             add_in_place(self._parts["pull"])
+        self._parts |= {True: parts[0], False: parts[-1]}
         self.pulled = pulled
         self._routines: dict[Hashable, Routine] = {}
         self._lock = threading.Lock()

@@ -87,7 +87,7 @@ class CG(LinearSolver):
                 notes.append((*note, beta))
             state = _State(*state[:-3], *kept)
         x, largest, least = state.x, *(numbers.tensor(number, rhs) for number in (state.largest, state.least))
-        steps = _Steps(*(numbers.tensors(noted, rhs) for noted in zip(*notes, strict=True))) if notes else _Steps(*[[]] * 6)
+        steps = _Steps(numbers, rhs, notes)
         # H is singular: near its null space a step divides by a rounding error. Where that led astray, no step is better.
         status, residual = progress.status(), progress.history[-1]
         stuck = (status == int(Status.breakdown)) | (status == int(Status.stagnated))
@@ -95,9 +95,9 @@ class CG(LinearSolver):
         x = x.masked_fill_(astray.unsqueeze(1), 0.0) if origin is None else batch.select(astray, origin, x)
         progress.history[-1] = torch.where(astray, initial, residual)
         method = ("preconditioned " if self.preconditioner is not None else "") + "CG"
-        F = None if watched is None else batch.norm(watched)
-        evidence = Steps(steps.lengths(), progress.history, batch.norm(rhs), largest, "orthogonal", F, steps.galerkin)
-        return self.result(x, progress, method, operator.products - before, Ritz(steps.alphas, steps.betas), evidence)
+        size = None if watched is None else batch.norm(watched)
+        evidence = Steps(steps.lengths, progress.history, batch.norm(rhs), largest, "orthogonal", size, steps.galerkin)
+        return self.result(x, progress, method, operator.products - before, Ritz(steps.coefficients), evidence)
 
     def _whole_steps(self, count: int, product: Callable[[Tensor], tuple[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
         """Steps without a preconditioner, as one function of tensors: the state, and what is noted, (count, ·, B)."""
@@ -134,27 +134,31 @@ class _State(NamedTuple):
     steps: Any
 
 
-@dataclass
 class _Steps:
-    """What is noted of each step, lists of (B,) tensors: ‖r‖ after it, α, pᵀMp, pᵀAp, pᵀF and β."""
+    """What was noted of each step: ‖r‖ after it, α, pᵀMp, pᵀAp, pᵀF and β; worked out when a report asks."""
 
-    residuals: list[Tensor]
-    alphas: list[Tensor]
-    p_norm2: list[Tensor]
-    products: list[Tensor]
-    parts: list[Tensor]
-    betas: list[Tensor]
+    def __init__(self, numbers: Any, like: Tensor, notes: list[tuple[Any, ...]]):
+        self._numbers, self._like, self._notes = numbers, like[:0], notes
 
-    def lengths(self) -> list[Tensor]:
-        """‖αp‖."""
-        if not self.alphas:
-            return []
-        return list((torch.stack(self.alphas) * torch.stack(self.p_norm2).sqrt()).unbind())
+    def _noted(self) -> tuple[Tensor, ...]:
+        """One tensor (steps, B) each."""
+        return tuple(self._numbers.stacked(noted, self._like) for noted in zip(*self._notes, strict=True))
+
+    def coefficients(self) -> tuple[Tensor, Tensor]:
+        """α and β, (steps, B)."""
+        _, alpha, _, _, _, beta = self._noted()
+        return alpha, beta
+
+    def lengths(self) -> Tensor:
+        """‖αp‖, (steps, B)."""
+        _, alpha, p_norm2, _, _, _ = self._noted()
+        return alpha * p_norm2.sqrt()
 
     def galerkin(self) -> Tensor:
         """‖w‖, (B,), of w = Σ p (pᵀF / pᵀAp), the solution of J w = F as far as the directions tell."""
-        square, along = torch.zeros_like(self.alphas[0]), torch.zeros_like(self.alphas[0])  # ‖w‖² and wᵀp
-        for alpha, p_norm2, pq, pF, beta in zip(self.alphas, self.p_norm2, self.products, self.parts, self.betas, strict=True):
+        _, alphas, sizes, products, parts, betas = self._noted()
+        square, along = torch.zeros_like(alphas[0]), torch.zeros_like(alphas[0])  # ‖w‖² and wᵀp
+        for alpha, p_norm2, pq, pF, beta in zip(alphas, sizes, products, parts, betas, strict=True):
             part = torch.where(alpha != 0, pF / pq, 0.0)
             square = square + part * (2 * along + part * p_norm2)
             along = beta * (along + part * p_norm2)
@@ -194,8 +198,8 @@ class _Many:
         return number
 
     @staticmethod
-    def tensors(numbers: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-        return list(numbers)
+    def stacked(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
+        return torch.stack(tuple(numbers))
 
 
 class _One:
@@ -244,8 +248,8 @@ class _One:
         return like.new_full((1,), number)
 
     @staticmethod
-    def tensors(numbers: Sequence[float], like: Tensor) -> list[Tensor]:
-        return list(like.new_tensor(numbers).unsqueeze(1).unbind())
+    def stacked(numbers: Sequence[float], like: Tensor) -> Tensor:
+        return like.new_tensor(numbers).unsqueeze(1)
 
 
 # Few operations on numbers: on an accelerator each is a launch. Done samples may divide by zero, and are masked.

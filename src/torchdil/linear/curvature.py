@@ -17,7 +17,8 @@ _PROBE_STEPS = 20
 def negative_curvature(operator: Operator) -> Tensor:
     """Which samples have it, (B,): exactly for small unknowns, else as a few Lanczos steps see it."""
     with torch.no_grad():
-        if not direct_pays(*operator.shape, beside_cg=operator.y.device.type == "cpu"):
+        samples, n = operator.shape
+        if not direct_pays(samples, n, beside_cg=operator.y.device.type == "cpu"):
             generator = torch.Generator(operator.y.device).manual_seed(0)
             probe = torch.randn(operator.shape, generator=generator, dtype=operator.y.dtype, device=operator.y.device)
             # A direction of negative curvature has a part of 1/√n in the probe, and must be met before the rest is below that.

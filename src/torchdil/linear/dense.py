@@ -42,6 +42,19 @@ class Dense(LinearSolver):
         A = A.mT if transpose and not operator.symmetric else A
         diagonal = torch.diagonal(A, dim1=1, dim2=2)
         diagonal += self.damping
+        evidence = partial(Factored, watched=operator.watched if transpose or operator.symmetric else None)
+        if operator.symmetric and (easy := self._definite(A, rhs)) is not None:
+            x, residual, tolerance = easy
+            stats = Stats(
+                method="Dense",
+                steps=(tolerance > 0).long(),
+                residual=residual,
+                tolerance=tolerance,
+                products=operator.products - before,
+                spectrum=Matrix(A, symmetric=True),
+                evidence=evidence(A, rhs, x),
+            )
+            return Result(x, torch.zeros_like(stats.steps), stats)
         # A sample that is not finite makes LAPACK raise for the whole batch: it is solved as x = 0 and marked afterwards.
         whole = torch.isfinite(A).all(dim=2).all(dim=1) & batch.finite(rhs)
         if not bool(whole.all()):
@@ -65,10 +78,24 @@ class Dense(LinearSolver):
             tolerance=tolerance.to(rhs.dtype),
             products=operator.products - before,
             spectrum=Matrix(A, operator.symmetric),
-            evidence=Factored(A, b, x, operator.watched if transpose or operator.symmetric else None),
+            evidence=evidence(A, b, x),
         )
         value = torch.where(whole.unsqueeze(1), x, torch.nan).to(rhs.dtype)
         return Result(value, torch.where(whole, status, int(Status.non_finite)), stats)
+
+    def _definite(self, A: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """x, its residual and its tolerance if all samples are positive definite, and at once solved well; else None."""
+        if A.dtype != b.dtype:
+            return None
+        L, info = torch.linalg.cholesky_ex(A)
+        x = torch.cholesky_solve(b.unsqueeze(2), L).squeeze(2)
+        pivots = torch.diagonal(L, dim1=1, dim2=2)
+        floor = _rank_floor(A) ** 0.5  # of their roots
+        residual, tolerance = batch.norm(_residual(A, b, x)), self.tolerance(b)
+        good = (
+            (residual <= tolerance) & (pivots.amin(dim=1) > floor * pivots.amax(dim=1)) & (info == 0) & (tolerance < torch.inf)
+        )
+        return (x, residual, tolerance) if bool(good.all()) else None
 
     @staticmethod
     def _factor_and_solve(A: Tensor, b: Tensor, tolerance: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, bool]:

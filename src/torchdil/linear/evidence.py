@@ -43,7 +43,7 @@ class Steps:
     """The way of an iterative solver.
 
     Attributes:
-        lengths: ‖x_k - x_{k-1}‖, one (B,) tensor a step; 0 marks a sample that was done.
+        lengths: ‖x_k - x_{k-1}‖, one (B,) tensor a step, or what works these out; 0 marks a sample that was done.
         history: the residual before the first step and after each, one (B,) tensor each.
         rhs: ‖rhs‖, (B,).
         A: ‖A‖, (B,), as far as the products have shown it.
@@ -52,7 +52,7 @@ class Steps:
         told: ‖J⁻¹F‖ as far as the steps tell, (B,), or what works it out.
     """
 
-    lengths: list[Tensor]
+    lengths: list[Tensor] | Callable[[], Tensor]
     history: list[Tensor]
     rhs: Tensor
     A: Tensor
@@ -68,7 +68,8 @@ class Steps:
     def adjoint_error(self, stats: Stats) -> Tensor:
         assert stats.norm is not None
         # In float64: the square of a small residual is zero in float32.
-        lengths, history = (torch.stack(a).cpu().double() for a in (self.lengths, self.history))
+        way = torch.stack(self.lengths) if isinstance(self.lengths, list) else self.lengths()
+        lengths, history = (a.cpu().double() for a in (way, torch.stack(self.history)))
         residual, norm, rhs = (a.reshape(-1).cpu().double() for a in (stats.residual, stats.norm, self.rhs))
         moved, changes = lengths > 0, history.diff(dim=0).abs()
         lengths = torch.where(moved, lengths, 0.0)

@@ -120,6 +120,7 @@ def _minimise(
         move = torch.where(active, c * phi, 0.0)
         x.addcmul_(move.unsqueeze(1), d)
         if precondition is None:
+            assert isinstance(evidence.lengths, list)
             evidence.lengths.append(move.abs() * batch.norm(d))
         if watched is not None:  # A d is a unit vector, orthogonal to those before
             evidence.told = torch.hypot(evidence.seen, torch.where(active, batch.dot(d, watched), 0.0))

@@ -73,7 +73,8 @@ class NormalCG(LinearSolver):
             progress.stop(flat & (largest < torch.inf), Status.stagnated)
         F = None if watched is None else batch.norm(watched)
         evidence = Steps(lengths, progress.history, batch.norm(rhs), largest.sqrt(), "minimal", F, seen.sqrt())
-        return self.result(x, progress, "NormalCG", operator.products - before, Ritz(alphas, betas, squared=True), evidence)
+        ritz = Ritz(lambda: (torch.stack(alphas), torch.stack(betas)), squared=True)
+        return self.result(x, progress, "NormalCG", operator.products - before, ritz, evidence)
 
     def _for_normal_equations(self, operator: Operator, transpose: bool) -> Callable[[Tensor], Tensor]:
         """s -> M⁻¹ s with M ≈ AᵀA."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,19 +21,18 @@ class Ritz:
     T_{k,k+1} = √β_k / α_k. Its extreme eigenvalues approach those of the operator from inside.
 
     Attributes:
-        alphas, betas: one (B,) tensor a step; α = 0 marks a sample that was done.
+        coefficients: gives the α and the β, (steps, B) each; α = 0 marks a sample that was done.
         squared: the operator was AᵀA; report singular values of A.
     """
 
-    alphas: list[Tensor]
-    betas: list[Tensor]
+    coefficients: Callable[[], tuple[Tensor, Tensor]]
     squared: bool = False
 
     def extremes(self) -> tuple[Tensor, Tensor]:
-        like = self.alphas[0]
-        alphas = torch.stack(self.alphas, dim=1).double().cpu().numpy()
-        betas = torch.stack(self.betas, dim=1).double().cpu().numpy()
-        pairs = np.array([_extreme_ritz(a, b) for a, b in zip(alphas, betas, strict=True)])
+        alphas, betas = self.coefficients()
+        like = alphas[0]
+        found = (part.double().cpu().numpy().T for part in (alphas, betas))
+        pairs = np.array([_extreme_ritz(a, b) for a, b in zip(*found, strict=True)])
         if self.squared:
             pairs = np.sqrt(np.maximum(pairs, 0))
         low, high = torch.as_tensor(pairs.T, dtype=like.dtype, device=like.device)

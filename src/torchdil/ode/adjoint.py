@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.batch import Layout
-from torchdil.implicit import partial_derivatives
+from torchdil.graph import partial_derivatives
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import full_precision, no_tangents, observed_by, plain_saving
 from torchdil.ode.bidiagonal import Bidiagonal

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.implicit import partial_derivatives
+from torchdil.graph import partial_derivatives
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import observed_by, plain_saving
 from torchdil.ode.boundary import boundary

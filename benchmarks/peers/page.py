@@ -1,0 +1,250 @@
+"""docs/performance.md and its figure, from `benchmarks/results/peers*.json`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from benchmarks import tables
+from benchmarks.peers.compare import JAX, OURS, TORCH
+
+NAMES = {
+    "torchopt": "TorchOpt",
+    "xitorch": "xitorch",
+    "torchdeq": "TorchDEQ",
+    "jaxopt": "JAXopt",
+    "optimistix": "Optimistix",
+    "untraced": "torchdil, not traced",
+    "handwritten": "written by hand",
+}
+COLOURS = {
+    "torchopt": "#c44e52",
+    "xitorch": "#dd8452",
+    "torchdeq": "#937860",
+    "jaxopt": "#4c72b0",
+    "optimistix": "#64b5cd",
+    "untraced": "#8c8c8c",
+}
+WHERE = {"peers": "CPU, one thread", "peers_gpu": "H200"}
+
+
+def update(results: dict[str, Any], docs: Path) -> None:
+    """Write the page and its figure, where there are results."""
+    found = {name: results[name] for name in WHERE if name in results}
+    if found:
+        (docs / "performance.md").write_text(text(found))
+        figure(found).savefig(docs / "performance.svg", metadata={"Date": None})
+
+
+def text(results: dict[str, Any]) -> str:
+    parts = "\n\n".join(_part(name, found) for name, found in results.items())
+    return f"""# Performance
+
+{_origin(results)}
+
+The backward pass is timed given the solution, so that no forward solver takes part: the same problem, the same data, the same
+solution and the same relative tolerance of the linear solve (1e-6, float64) for all. Gradients are compared with a reference
+(SciPy's solvers to 1e-12) before anything is timed. Every library runs in a process of its own; they take turns; the numbers
+are ratios of medians. What runs on JAX is compiled and warm, and what torchdil traces is traced. The second table counts the
+forward, too, which has nothing to solve: torchdil checks that what it was handed is stationary and a minimum, the others do
+not.
+
+![Times](performance.svg)
+
+{parts}
+
+## What makes it fast
+
+A layer in a training loop solves with the Jacobian of the same function again and again. What is asked for more than ten times
+is traced (`torchdil.traced`), and from then on products are made by what is left of the trace.
+
+{_tried(results)}
+
+A trace is never trusted. F by the trace is compared with F, which was evaluated anyway; the solution of the linear system is
+checked by one product of autograd; if either does not fit (the function reads a number that cannot be seen, or takes another
+branch), the trace is given up and the system is solved again. `torch.use_deterministic_algorithms(True)`, or a linear solver
+with `product="backward"`, keeps a layer from being traced: rounding then does not depend on how often it was called before.
+
+## Where it falls short
+
+{_short(results)}
+
+Other comparisons: [neural ODEs](ode-speed.md) with torchdiffeq and diffrax, [Riccati equations](control-speed.md) with SciPy.
+"""
+
+
+# What was tried: its gain as predicted (prototypes, the whole backward pass), and why it was not kept if it was not.
+_TRIED = (
+    ("the product p ↦ J p traced; what does not depend on p computed once a point", "3.3 to 4.7; convolutions on a GPU 57", ""),
+    ("what is left simplified: a chain or sum of elementwise products is one, its coefficient computed once", "1.5", ""),
+    ("gᵀ ∂F/∂θ traced along with it; sums of matrix products made in one place", "-", ""),
+    (
+        "the trace kept under the code, numbers and shapes that the function reads, its tensors as inputs",
+        "all of the tracing",
+        "",
+    ),
+    ("all columns of J as one batched product of the trace, up to 128 unknowns", "-", ""),
+    ("the traced operations as TorchScript on a CPU", "3", ""),
+    ("as CUDA graphs on a GPU, five steps of CG a graph, convergence tested once a graph", "4", ""),
+    ("α, β and ‖r‖ of one problem as numbers of Python, not as tensors of one", "-", ""),
+    ("for batches on a CPU CG in place of the direct solve from 2¹⁴ numbers in J on, 2¹⁸ before", "4 at 256 x 32", ""),
+    ("inner products of GMRES with its basis as x Vᵀ and not as V x: another routine of the BLAS", "-", ""),
+    ("the probe for negative curvature stopped at a residual of 0.1 / √n", "-", ""),
+    ("`torch.compile` of product and updates", "1.4 on a GPU", "not tried: slow to compile, and the rest is launches"),
+    ("pipelined CG, one reduction a step", "-", "not tried: on one device a reduction is no message"),
+)
+
+
+def _tried(results: dict[str, Any]) -> str:
+    rows = [[what, predicted, f"no, {why}" if why else "yes"] for what, predicted, why in _TRIED]
+    return (
+        tables.markdown(["what", "predicted gain", "kept"], rows)
+        + f"""
+
+Measured together, the backward pass traced over not traced: {_gain(results)}, each problem in the column "not traced"."""
+    )
+
+
+def _origin(results: dict[str, Any]) -> str:
+    lines = []
+    for name, found in results.items():
+        versions: dict[str, str] = {}
+        for one in found["cases"]:
+            for system in one["systems"].values():
+                versions |= system.get("versions", {})
+        at = ", ".join(f"{package} {version}" for package, version in sorted(versions.items()))
+        machine = found["machine"]
+        where = f"{machine['cpu']}, 1 thread" if machine["device"] == "cpu" else "NVIDIA H200"
+        lines.append(f"`benchmarks/results/{name}.json` ({where}, seed {machine['seed']}; {at})")
+    return (
+        'Written by `make bench ARGS="--only peers --torch-python ... --jax-python ..."` from ' + "; ".join(lines) + ". Add "
+        "`--check` to compare with these results instead of replacing them."
+    )
+
+
+def _part(name: str, results: dict[str, Any]) -> str:
+    on_gpu = results["machine"]["device"] == "cuda"
+    there = [system for system in NAMES if any(system in one["ratios"] for one in results["cases"])]
+    blocks = [f"## {WHERE[name]}", "Time of the backward pass over that of torchdil: above 1, torchdil is faster."]
+    headings = [
+        "problem, unknowns",
+        *(NAMES[system] for system in there),
+        "over the limit",
+        *(["torchdil, ms"] if on_gpu else []),
+    ]
+    rows = []
+    for one in results["cases"]:
+        ours = one["systems"][OURS]["backward"]
+        row = [one["label"], *(_cell(one, system, "backward") for system in there), _over(one)]
+        rows.append([*row, *([f"{ours['median']:.2f}"] if on_gpu else [])])
+    blocks.append(tables.markdown(headings, rows))
+    blocks.append(
+        "*Over the limit*: the backward pass over the steps of its Krylov method times one product as traced, made alone; the "
+        "direct solves of few unknowns have no steps. What cannot be timed: "
+        + "; ".join(f"{NAMES[system]}: {reason}" for system, reason in _failures(results).items())
+        + "."
+    )
+    blocks.append("Forward and backward, given the solution (`both`):")
+    rows = [[one["label"], *(_cell(one, system, "both") for system in there)] for one in results["cases"]]
+    blocks.append(tables.markdown(["problem, unknowns", *(NAMES[system] for system in there)], rows))
+    compiled = []
+    for system in (OURS, *JAX):
+        times = [one["systems"].get(system, {}).get("compile_seconds") for one in results["cases"]]
+        if known := [seconds for seconds in times if seconds is not None]:
+            compiled.append(f"{NAMES.get(system, OURS)} {min(known):.2g} to {max(known):.2g}")
+    blocks.append(f"Seconds to trace or to compile, once a layer, the first with its imports: {'; '.join(compiled)}.")
+    return "\n\n".join(blocks)
+
+
+def _cell(one: dict[str, Any], system: str, what: str) -> str:
+    found = one["systems"].get(system, {})
+    if "wrong gradient" in found.get("error", ""):
+        return found["error"]
+    if system not in one["ratios"]:
+        return "-"
+    # The spread of a ratio from the quartiles of both.
+    (low, high), (our_low, our_high) = found[what]["quartiles"], one["systems"][OURS][what]["quartiles"]
+    ratio = one["ratios"][system][what]
+    spread = math.exp(0.5 * math.hypot(math.log(high / low), math.log(our_high / our_low)))
+    return f"{tables.short(ratio)} ± {100 * (spread - 1):.0f} %"
+
+
+def _over(one: dict[str, Any]) -> str:
+    limit = one["limit"]
+    return (
+        "-"
+        if limit["method"].startswith("Dense")
+        else f"{one['systems'][OURS]['backward']['median'] / limit['median']:.2f} ({limit['steps']} steps)"
+    )
+
+
+def _failures(results: dict[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for one in results["cases"]:
+        for system, answer in one["systems"].items():
+            if "error" in answer and "wrong gradient" not in answer["error"]:
+                found[system] = answer["error"].split(": ", 1)[-1]
+    return found
+
+
+def _gain(results: dict[str, Any]) -> str:
+    spans = []
+    for name, found in results.items():
+        ratios = [one["ratios"]["untraced"]["backward"] for one in found["cases"] if "untraced" in one["ratios"]]
+        if ratios:
+            spans.append(f"{min(ratios):.1f} to {max(ratios):.1f} ({WHERE[name]})")
+    return ", ".join(spans)
+
+
+# The goals: of the backward pass, at least so many times as fast as a peer.
+GOALS = {"peers": {"torch": 3.0, "jax": 1.0, "small": 0.5}, "peers_gpu": {"torch": 5.0, "jax": 1.0, "small": 1.0}}
+
+
+def goal(name: str, one: dict[str, Any], system: str) -> float:
+    """What a ratio is to be at least."""
+    if system in TORCH:
+        return GOALS[name]["torch"]
+    small = one["problem"]["name"] == "energy" and one["problem"]["unknowns"] < 10**4 and not one["problem"]["samples"]
+    return GOALS[name]["small" if small else "jax"]
+
+
+def _short(results: dict[str, Any]) -> str:
+    blocks = []
+    for name, found in results.items():
+        missed, met = [], 0
+        for one in found["cases"]:
+            for system in (*TORCH, *JAX):
+                ratio = one["ratios"].get(system)
+                if ratio is None or (one["problem"]["name"] == "tiny" and system in JAX):
+                    continue
+                wanted = goal(name, one, system)
+                if ratio["backward"] >= wanted:
+                    met += 1
+                else:
+                    missed.append(
+                        f"{one['label']} against {NAMES[system]}: {tables.short(ratio['backward'])} (goal {wanted:g})"
+                    )
+        blocks.append(f"{WHERE[name]}: {met} of {met + len(missed)} goals are met. Missed: {'; '.join(missed) or 'none'}.")
+    return "\n\n".join(blocks)
+
+
+def figure(results: dict[str, Any]) -> Any:
+    """Ratios against the number of unknowns, all problems."""
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(9, 4.2 * len(results)), layout="constrained")
+    for ax, (name, found) in zip(drawing.subplots(len(results), 1, squeeze=False)[:, 0], results.items(), strict=True):
+        labels = [one["label"] for one in found["cases"]]
+        for system, colour in COLOURS.items():
+            points = [(i, one["ratios"][system]["backward"]) for i, one in enumerate(found["cases"]) if system in one["ratios"]]
+            if points:
+                ax.plot(*zip(*points, strict=True), "o", color=colour, label=NAMES[system], markersize=7)
+        ax.axhline(1, color="#555555", linewidth=1)
+        ax.set_yscale("log")
+        ax.set_xticks(range(len(labels)), labels, rotation=25, ha="right")
+        ax.set_ylabel("time over torchdil's")
+        ax.set_title(f"Backward pass, {WHERE[name]}: above the line torchdil is faster", fontsize=11)
+        ax.grid(axis="y", alpha=0.3)
+        ax.legend(ncols=3, fontsize=9)
+    return drawing

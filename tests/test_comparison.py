@@ -1,0 +1,94 @@
+"""The comparison with peers: gradients are judged before times, what fails is shown as such, the page is that of the results."""
+
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.peers import compare, page
+from benchmarks.peers.problems import Problem, arrays, objective, problems, residual
+from benchmarks.peers.torch_side import OPS
+
+ROOT = Path(__file__).parent.parent
+RESULTS = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("peers*.json"))}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return compare.run("cpu", None, None, "tiny")
+
+
+def test_processes_take_turns_and_agree(tiny):
+    (one,) = tiny["cases"]
+    assert one["label"] == "tiny, 2" and set(one["ratios"]) == {"untraced", "handwritten"}
+    for name in ("torchdil", "untraced", "handwritten"):
+        found = one["systems"][name]
+        assert "error" not in found and found["gradient_error"] < 1e-10
+        assert 0 < found["backward"]["median"] < found["both"]["median"]
+    assert one["limit"]["method"] == "Dense" and one["limit"]["median"] > 0
+
+
+def test_a_process_that_fails_says_why():
+    worker = compare.Worker("handwritten", compare.sys.executable, "cpu")
+    problem = Problem("logistic", 20, of=("penalties",))
+    try:
+        answer = worker.ask(load="nowhere.npz", problem=compare.asdict(problem))
+        assert "FileNotFoundError" in answer["error"]
+    finally:
+        worker.close()
+    gone = compare.Worker("nobody", compare.sys.executable, "cpu")
+    assert "ModuleNotFoundError" in gone.ask(load="nowhere.npz", problem=compare.asdict(problem))["error"]
+    gone._process.kill()
+    assert "the process ended with status -9" in gone.ask(calls=1, before=0)["error"]
+    gone.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_problems_have_shapes_and_solutions(device):
+    for problem in problems(device):
+        given = arrays(problem) if np.prod(problem.shape) <= 2**18 else None
+        if given is None:
+            continue
+        tensors = {name: torch.as_tensor(array) for name, array in given.items()}
+        y = torch.zeros(problem.shape, dtype=torch.float64)
+        value = (residual if problem.kind == "root" else objective)(OPS, problem, y, tensors)
+        assert value.shape == (problem.shape if problem.kind == "root" else problem.shape[:1] if problem.samples else ())
+        assert set(problem.of) <= set(given)
+
+
+def test_reference_is_the_theorem():
+    problem = Problem("tiny", 2, of=("x", "weights"))
+    found = compare.solved(problem)
+    x, W, y, v = (torch.as_tensor(found[name]) for name in ("x", "weights", "solution", "v"))
+    F = torch.func.grad(lambda y, x, W: objective(OPS, problem, y, {"x": x, "weights": W}))
+    J, of_x, of_W = torch.func.jacrev(F, (0, 1, 2))(y, x, W)
+    g = torch.linalg.solve(J, v)
+    exact = torch.cat([-(g @ of_x), -(g @ of_W.reshape(2, 4))])
+    np.testing.assert_allclose(compare.reference(problem, found), exact.numpy(), rtol=1e-9)
+
+
+def test_check_finds_what_fell_behind(tiny):
+    assert compare.check(tiny, tiny) == []
+    slow = copy.deepcopy(tiny)
+    slow["cases"][0]["ratios"]["handwritten"]["backward"] /= 50
+    (line,) = compare.check(slow, tiny)
+    assert line.startswith("tiny, 2: ") and "handwritten" in line
+    assert compare.check(tiny, slow) == []
+
+
+def test_page_is_that_of_the_results():
+    assert page.text(RESULTS) == (ROOT / "docs" / "performance.md").read_text()
+    assert {"seed", "torchdil", "torch", "cpu"} <= RESULTS["peers"]["machine"].keys()
+    for one in RESULTS["peers"]["cases"]:
+        assert set(one["systems"]) >= {"torchdil", "torchopt", "xitorch", "torchdeq", "jaxopt", "optimistix"}
+        assert one["systems"]["torchdil"]["gradient_error"] < 1e-5
+
+
+def test_page_shows_wrong_gradients_as_such(tiny):
+    wrong = copy.deepcopy(tiny)
+    wrong["cases"][0]["systems"]["untraced"]["error"] = "wrong gradient, off by 0.3"
+    assert "| wrong gradient, off by 0.3 |" in page.text({"peers": wrong})
+    assert page.figure({"peers": tiny}).axes
