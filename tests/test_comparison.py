@@ -1,4 +1,4 @@
-"""The comparison with peers: gradients are judged before times, what fails is shown as such, the page is that of the results."""
+"""The comparison with peers: gradients are judged before times, what fails is shown as such, the page is of the results."""
 
 import copy
 import json
