@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -155,11 +156,18 @@ def case(problem: Problem, workers: dict[str, Worker], folder: str, device: str)
     }
 
 
-def run(device: str, torch_python: str | None, jax_python: str | None, only: str | None = None) -> dict[str, Any]:
-    """All problems, or those with `only` in their label."""
+def run(
+    device: str,
+    torch_python: str | None,
+    jax_python: str | None,
+    only: str | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda results: None,
+) -> dict[str, Any]:
+    """All problems, or those with `only` in their label; what is there after each of them is handed to `keep`."""
     pythons = dict.fromkeys((OURS, "untraced", "handwritten"), sys.executable)
     pythons |= {name: python for names, python in ((TORCH, torch_python), (JAX, jax_python)) if python for name in names}
-    cases = []
+    results: dict[str, Any] = {"machine": machine() | {"device": device}, "cases": []}
+    cases = results["cases"]
     with one_core(device), tempfile.TemporaryDirectory() as folder:
         workers = {name: Worker(name, python, device) for name, python in pythons.items()}
         try:
@@ -167,10 +175,11 @@ def run(device: str, torch_python: str | None, jax_python: str | None, only: str
                 if only is None or only in problem.label:
                     cases.append(case(problem, workers, folder, device))
                     print(problem.label, _shown(cases[-1]), file=sys.stderr, flush=True)
+                    keep(results)
         finally:
             for worker in workers.values():
                 worker.close()
-    return {"machine": machine() | {"device": device}, "cases": cases}
+    return results
 
 
 def _shown(found: dict[str, Any]) -> str:
@@ -211,8 +220,18 @@ def measure(options: argparse.Namespace) -> None:
         if python is None:
             print(f"peers on {name} are left out: give --torch-python and --jax-python", file=sys.stderr)
     path = RESULTS / ("peers_gpu.json" if options.device == "cuda" else "peers.json")
-    results = run(options.device, options.torch_python, options.jax_python, options.problems)
-    if options.check:
-        behind = check(results, json.loads(path.read_text()))
-        sys.exit("\n".join(["behind the committed results:", *behind]) if behind else 0)
-    path.write_text(json.dumps(results, indent=2) + "\n")
+    before = json.loads(path.read_text()) if path.exists() else {"cases": []}
+
+    def keep(results: dict[str, Any]) -> None:
+        """Written after each problem: a run may be cut short, and another may go on with the problems that are left."""
+        known = {one["label"]: one for one in (*before["cases"], *results["cases"])}
+        order = [problem.label for problem in problems(options.device)]
+        merged = results | {"cases": [known[label] for label in order if label in known]}
+        path.write_text(json.dumps(merged, indent=2) + "\n")
+
+    settings = options.device, options.torch_python, options.jax_python, options.problems
+    if not options.check:
+        run(*settings, keep)
+        return
+    behind = check(run(*settings), before)
+    sys.exit("\n".join(["behind the committed results:", *behind]) if behind else 0)

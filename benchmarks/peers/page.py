@@ -90,7 +90,7 @@ _TRIED = (
     ("α, β and ‖r‖ of one problem as numbers of Python, not as tensors of one", "-", ""),
     ("for batches on a CPU CG in place of the direct solve from 2¹⁴ numbers in J on, 2¹⁸ before", "4 at 256 x 32", ""),
     ("inner products of GMRES with its basis as x Vᵀ and not as V x: another routine of the BLAS", "-", ""),
-    ("the probe for negative curvature stopped at a residual of 0.1 / √n", "-", ""),
+    ("the probe for negative curvature stopped at a residual of 0.01 / √n", "-", ""),
     ("`torch.compile` of product and updates", "1.4 on a GPU", "not tried: slow to compile, and the rest is launches"),
     ("pipelined CG, one reduction a step", "-", "not tried: on one device a reduction is no message"),
 )
@@ -136,7 +136,8 @@ def _part(name: str, results: dict[str, Any]) -> str:
     rows = []
     for one in results["cases"]:
         ours = one["systems"][OURS]["backward"]
-        row = [one["label"], *(_cell(one, system, "backward") for system in there), _over(one)]
+        limit = "-" if _direct(one) else f"{_over(one):.2f} ({one['limit']['steps']} steps)"
+        row = [one["label"], *(_cell(one, system, "backward") for system in there), limit]
         rows.append([*row, *([f"{ours['median']:.2f}"] if on_gpu else [])])
     blocks.append(tables.markdown(headings, rows))
     blocks.append(
@@ -170,13 +171,14 @@ def _cell(one: dict[str, Any], system: str, what: str) -> str:
     return f"{tables.short(ratio)} ± {100 * (spread - 1):.0f} %"
 
 
-def _over(one: dict[str, Any]) -> str:
-    limit = one["limit"]
-    return (
-        "-"
-        if limit["method"].startswith("Dense")
-        else f"{one['systems'][OURS]['backward']['median'] / limit['median']:.2f} ({limit['steps']} steps)"
-    )
+def _direct(one: dict[str, Any]) -> bool:
+    """Whether the system was solved without steps."""
+    return bool(one["limit"]["method"].startswith("Dense"))
+
+
+def _over(one: dict[str, Any]) -> float:
+    """The backward pass over its products."""
+    return float(one["systems"][OURS]["backward"]["median"] / one["limit"]["median"])
 
 
 def _failures(results: dict[str, Any]) -> dict[str, str]:
@@ -218,14 +220,20 @@ def _short(results: dict[str, Any]) -> str:
                 ratio = one["ratios"].get(system)
                 if ratio is None or (one["problem"]["name"] == "tiny" and system in JAX):
                     continue
-                wanted = goal(name, one, system)
-                if ratio["backward"] >= wanted:
+                wanted, reached = goal(name, one, system), ratio["backward"]
+                if reached >= wanted:
                     met += 1
-                else:
-                    missed.append(
-                        f"{one['label']} against {NAMES[system]}: {tables.short(ratio['backward'])} (goal {wanted:g})"
-                    )
-        blocks.append(f"{WHERE[name]}: {met} of {met + len(missed)} goals are met. Missed: {'; '.join(missed) or 'none'}.")
+                    continue
+                most = "" if _direct(one) else f", {tables.short(reached * _over(one))} at the limit"
+                missed.append(f"- {one['label']} against {NAMES[system]}: {tables.short(reached)} (goal {wanted:g}{most})")
+        listed = "\n".join(missed or ["- none"])
+        blocks.append(f"{WHERE[name]}: {met} of {met + len(missed)} goals are met. Missed:\n\n{listed}")
+    blocks.append(
+        "*At the limit*: what the ratio would be if the backward pass took no longer than its products. A goal beyond that "
+        "is out of reach with the products of torch on that machine. On the CPU most of these are products of a large matrix "
+        "and one vector, which the BLAS of torch makes more slowly than that of JAX; a gradient as large as such a matrix also "
+        "costs fresh memory, as much as several products."
+    )
     return "\n\n".join(blocks)
 
 

@@ -68,27 +68,28 @@ class _Trace:
 
     def prelude(self, y: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         captured = (tensors[place].detach() if isinstance(place, int) else place for place in self._where)
-        return self._call("prelude", self._prelude, (), (y, *captured))
+        inputs = (y, *captured)
+        return self._compiled("prelude", self._prelude, (), inputs)(*inputs)
 
-    def run(
+    def bound(
         self, part: Hashable, key: Hashable, routine: Routine, saved: tuple[Tensor, ...], tensors: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
-        """`routine(function, *tensors)` with the linear function of that part."""
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        """The function `*tensors -> routine(function, *tensors)` with the linear function of that part, for such tensors."""
         count, linear = len(tensors), self._parts[part]
 
-        def bound(*inputs: Tensor) -> tuple[Tensor, ...]:
+        def plain(*inputs: Tensor) -> tuple[Tensor, ...]:
             return routine(lambda p: linear.module(p, *inputs[count:]), *inputs[:count])
 
         key = (part, key, *((t.shape, t.dtype) for t in tensors))
-        return self._call(key, bound, tensors, tuple(saved[place] for place in linear.places))
+        taken = tuple(saved[place] for place in linear.places)
+        fast = self._compiled(key, plain, tensors, taken)
+        return lambda *tensors: fast(*tensors, *taken)
 
-    def _call(
-        self, key: Hashable, function: Routine, tensors: tuple[Tensor, ...], saved: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
+    def _compiled(self, key: Hashable, function: Routine, tensors: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Routine:
         with self._lock:
             if key not in self._routines:
                 self._routines[key] = _fast(function, tensors, saved)
-        return self._routines[key](*tensors, *saved)
+            return self._routines[key]
 
 
 class Linear:
@@ -96,10 +97,13 @@ class Linear:
 
     def __init__(self, source: Source, transpose: bool):
         self._source, self._transpose = source, transpose
+        self._product: Callable[..., tuple[Tensor, ...]] | None = None
 
     def product(self, p: Tensor) -> Tensor:
         """J p, (B, n) -> (B, n)."""
-        return self.run("product", lambda product, p: product(p), p)[0]
+        if self._product is None:  # looked up once for all steps of a solve
+            self._product = self._source.bound(self._transpose, "product", lambda product, p: product(p), (p,))
+        return self._product(p.contiguous())[0]
 
     def rows(self, vectors: Tensor) -> Tensor:
         """J p for k vectors at once, (k, B, n) -> (k, B, n)."""
@@ -182,10 +186,17 @@ class Source:
         return tuple(by_id[id(t)] for t in boundary) if all(id(t) in by_id for t in boundary) else None
 
     @torch.no_grad()
-    def run(self, part: Hashable, key: Hashable, routine: Routine, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """`routine(function, *tensors)` with the linear function of that part; after `linear` or `pulls` only."""
+    def bound(
+        self, part: Hashable, key: Hashable, routine: Routine, tensors: tuple[Tensor, ...]
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        """See `_Trace`; after `linear` or `pulls` only, and to be called without grad, on contiguous tensors."""
         assert self._trace is not None and self._saved is not None
-        return self._trace.run(part, key, routine, self._saved, tuple(t.contiguous() for t in tensors))
+        return self._trace.bound(part, key, routine, self._saved, tuple(t.contiguous() for t in tensors))
+
+    @torch.no_grad()
+    def run(self, part: Hashable, key: Hashable, routine: Routine, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """`routine(function, *tensors)` with the linear function of that part."""
+        return self.bound(part, key, routine, tensors)(*(t.contiguous() for t in tensors))
 
     def forget(self) -> None:
         """The trace was wrong: this function is not to be traced again."""

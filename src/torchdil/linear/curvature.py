@@ -21,11 +21,13 @@ def negative_curvature(operator: Operator) -> Tensor:
         if not direct_pays(samples, n, beside_cg=operator.y.device.type == "cpu"):
             generator = torch.Generator(operator.y.device).manual_seed(0)
             probe = torch.randn(operator.shape, generator=generator, dtype=operator.y.dtype, device=operator.y.device)
-            # A direction of negative curvature has a part of 1/√n in the probe, and must be met before the rest is below that.
-            rtol = 0.1 / operator.shape[1] ** 0.5
+            # A direction of negative curvature has a part of some 1/√n in the probe, and is met before the rest is below that.
+            rtol = 0.01 / n**0.5
             return CG(rtol=rtol, max_steps=_PROBE_STEPS).solve(operator, probe).status == Status.negative_curvature
         H = operator.dense()
         H = H if H.dtype in (torch.float32, torch.float64) else H.float()  # LAPACK knows no half precision
+        if not bool(torch.linalg.cholesky_ex(H)[1].any()):  # positive definite, all of them
+            return torch.zeros(samples, dtype=torch.bool, device=H.device)
         finite = torch.isfinite(H).all(dim=2).all(dim=1)
         H, slack = torch.where(finite[:, None, None], 0.5 * (H + H.mT), 0.0), torch.finfo(operator.y.dtype).eps ** 0.5
         # A Cholesky factor of H with that slack, no diagonal entry being larger than the largest eigenvalue, settles most cases

@@ -68,7 +68,9 @@ class GMRES(LinearSolver):
                     break
                 z = precondition(V[:, k])
                 w = system(z)
-                size = torch.where(progress.running, torch.maximum(size, batch.divide(batch.norm(w), batch.norm(z))), size)
+                # Without a preconditioner z is a unit vector.
+                grown = batch.norm(w) if self.preconditioner is None else batch.divide(batch.norm(w), batch.norm(z))
+                size = torch.where(progress.running, torch.maximum(size, grown), size)
                 w, h = _orthogonalise(w, V[:, : k + 1])
                 below = batch.norm(w)
                 column = batch.rows(Q[:, : k + 1, : k + 1], h)
@@ -117,9 +119,9 @@ def _orthogonalise(w: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     Classical Gram-Schmidt, twice: two batched products a pass, and as orthogonal as rounding allows.
     """
     first = batch.rows(basis, w)
-    w = w - batch.combine(basis, first)
+    w = torch.baddbmm(w.unsqueeze(1), first.unsqueeze(1), basis, alpha=-1).squeeze(1)
     second = batch.rows(basis, w)
-    return w - batch.combine(basis, second), first + second
+    return torch.baddbmm(w.unsqueeze(1), second.unsqueeze(1), basis, alpha=-1).squeeze(1), first + second
 
 
 def _inverse(R: Tensor) -> Tensor:
