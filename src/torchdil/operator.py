@@ -159,9 +159,8 @@ class Operator:
         weights = sum(t.numel() for t in tensors if isinstance(t, Tensor))
         chunk = max(1, min(_DENSE_ROWS, _DENSE_CHUNK // max(1, samples * n, weights)))
         if n <= chunk:
-            return self.rows(
-                torch.eye(n, dtype=self.y.dtype, device=self.y.device).unsqueeze(1).expand(-1, samples, -1)
-            ).transpose(0, 1)
+            units = torch.eye(n, dtype=self.y.dtype, device=self.y.device).unsqueeze(1).expand(-1, samples, -1)
+            return self.rows(units).transpose(0, 1).contiguous()
         J = self.y.new_empty(n, samples, n)
         for i in range(0, n, chunk):
             units = self.y.new_zeros(min(chunk, n - i), n)
