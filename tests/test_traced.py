@@ -370,6 +370,25 @@ def test_few_are_remembered():
     assert len(traced._memories) == traced._REMEMBERED
 
 
+def test_those_in_use_are_remembered():
+    """A layer beside one that is another with each call, because a number changes."""
+    layer, changing = Layer(), Layer()
+    for call in range(traced._REMEMBERED + CALLS):
+        changing.number = 1.0 + call
+        x = draw(call, 5, 4)
+        (layer(x).sum() + changing(x).sum()).backward()
+    assert len(traces()) == 1
+
+
+def test_tracing_draws_no_random_numbers():
+    layer, states = Layer(lambda y, x, W: ((y - x) ** 2).sum(-1) + 0 * torch.rand(()) * (y @ W).sum(-1)), []
+    for _ in range(CALLS):
+        torch.manual_seed(0)
+        layer(draw(0, 5, 4)).sum().backward()
+        states.append(torch.get_rng_state())
+    assert all(torch.equal(state, states[0]) for state in states)
+
+
 def test_autograd_where_it_is_asked_for():
     layer = Layer(linear_solver=dil.Auto(product="backward"))
     for seed in range(CALLS):

@@ -112,6 +112,8 @@ def add_in_place(part: Linear) -> None:
 def _deal(node: fx.Node, prelude: _Prelude, parts: list[_Part]) -> None:
     """Put a call where it belongs."""
     target = _without_changes(node)
+    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        raise NotImplementedError(f"{target} draws random numbers, which must be new each time")
     for part in parts:
         if any(source in part.terms for source in node.all_input_nodes):
             part.take(node, target)

@@ -148,11 +148,10 @@ class Source:
             return
         self._tensors, key = found
         with _lock:
-            if key not in _memories:
-                while len(_memories) >= _REMEMBERED:
-                    del _memories[next(iter(_memories))]
-                _memories[key] = _Memory()
-            self._memory = _memories[key]
+            self._memory = _memories.pop(key, None) or _Memory()
+            _memories[key] = self._memory  # at the end: those that were not used for longest are forgotten
+            if len(_memories) > _REMEMBERED:
+                del _memories[next(iter(_memories))]
         # Traced now, when the function reads what it read for F, though it is used only in the backward pass.
         if self._memory.solves >= _PATIENCE and self._memory.trace is None and not self._memory.refused:
             self._make(residual, boundary)
@@ -248,7 +247,8 @@ class Source:
         vectors = [torch.ones_like(self._y) for _ in range((1 if self._symmetric else 2) + bool(pulled))]
         with tracing:
             try:
-                with warnings.catch_warnings():
+                devices = [self._y.device] if self._y.is_cuda else []
+                with warnings.catch_warnings(), torch.random.fork_rng(devices):
                     warnings.simplefilter("ignore")
                     halves = split(derivatives, self._y, *vectors)
                 self._memory.trace = _Trace(halves, self._tensors, pulled, self._symmetric)
