@@ -11,7 +11,7 @@ BEGIN, END = "<!-- numbers -->", "<!-- end of numbers -->"
 def markdown(headings: list[str], rows: list[list[Any]]) -> str:
     """A Markdown table."""
     lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def scale(results: dict[str, Any]) -> str:

@@ -47,6 +47,15 @@ def test_results_name_their_origin():
         assert {"seed", "torchdil", "torch", "cpu", "threads"} <= results["machine"].keys()
 
 
+def test_tables_have_as_many_cells_in_every_row():
+    for page in PAGES:
+        width = 0
+        for line in page.read_text().splitlines():
+            cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+            assert not (cells and width) or cells == width, f"{page.name}: {line}"
+            width = cells
+
+
 def test_local_links_exist():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
