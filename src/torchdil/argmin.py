@@ -66,7 +66,7 @@ def argmin(
     with observed_by(None):
         value = score(map_tensors(Tensor.detach, y0), *args)
     layout = Layout.of(y0, _batch_dims(value, y0))
-    return solve(Argmin(layout), score, y0, args, solver, linear_solver, on_failure)
+    return solve(Argmin(layout), score, y0, args, solver, linear_solver, on_failure, value)
 
 
 def _batch_dims(value: Any, y0: Any) -> int:

@@ -26,8 +26,8 @@ def check_arguments(function: Any, name: str, y0: Any, y_name: str, args: Any, o
     return tuple(args)
 
 
-def check_output(function: Callable[..., Any], name: str, y0: Any, args: tuple[Any, ...]) -> None:
-    """Raise one sentence if the function's result is not like y."""
+def check_output(function: Callable[..., Any], name: str, y0: Any, args: tuple[Any, ...]) -> Any:
+    """The function's result at y0; raises one sentence if it is not like y."""
     # In the mode of the call: what the function remembers from here (a cached weight) must keep its graph.
     with observed_by(None):
         value = function(map_tensors(Tensor.detach, y0), *args)
@@ -44,6 +44,7 @@ def check_output(function: Callable[..., Any], name: str, y0: Any, args: tuple[A
         # Under autocast the check may see half precision; the solve does not.
         if leaf.dtype != like.dtype and not torch.is_autocast_enabled(like.device.type):
             raise TypeError(f"{name} must return the dtype of y, {like.dtype}, got {leaf.dtype}.")
+    return value
 
 
 def check_unknown(y: Any, name: str) -> None:

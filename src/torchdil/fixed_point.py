@@ -56,5 +56,5 @@ def fixed_point(
         >>> dil.fixed_point(lambda y: torch.cos(w * y), torch.ones(())).value.backward()
     """
     args = check_arguments(g, "g", y0, "y0", args, on_failure)
-    check_output(g, "g", y0, args)
-    return solve(FixedPoint(Layout.of(y0, batch_dims)), g, y0, args, solver, linear_solver, on_failure)
+    first = check_output(g, "g", y0, args)
+    return solve(FixedPoint(Layout.of(y0, batch_dims)), g, y0, args, solver, linear_solver, on_failure, first)

@@ -16,12 +16,14 @@ from torchdil.modes import no_tangents
 from torchdil.problem import Call
 
 
-def run_foreign(solver: Callable[..., Any], user_call: Call | None, start: Tensor, layout: Layout) -> Tensor:
-    """Run the user's own solver on the user's own function and check what comes back."""
+def run_foreign(solver: Callable[..., Any], user_call: Call | None, start: Tensor, layout: Layout, first: Any) -> Tensor:
+    """Run the user's own solver on the user's own function and check what comes back; `first` is its value, if known."""
     if user_call is None:
         raise RuntimeError("solver is a callable, which torch.vmap cannot batch: use a torchdil solver or loop over the batch.")
+    known = torch.is_grad_enabled() and first is not None
     with torch.enable_grad(), no_tangents():
-        found = parameters(pytree.tree_leaves(user_call(layout.unravel(start))))
+        value = first if known else user_call(layout.unravel(start))
+        found = parameters(pytree.tree_leaves(value))
         grads = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad._version) for leaf in found]
         y = solver(user_call, layout.unravel(start.clone()))
     for leaf, grad, version in grads:

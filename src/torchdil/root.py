@@ -56,5 +56,5 @@ def root(
         >>> dil.root(lambda y: y**2 - a, torch.ones(2)).value  # the square roots of 2 and 3
     """
     args = check_arguments(residual, "residual", y0, "y0", args, on_failure)
-    check_output(residual, "residual", y0, args)
-    return solve(Root(Layout.of(y0, batch_dims)), residual, y0, args, solver, linear_solver, on_failure)
+    first = check_output(residual, "residual", y0, args)
+    return solve(Root(Layout.of(y0, batch_dims)), residual, y0, args, solver, linear_solver, on_failure, first)

@@ -31,6 +31,8 @@ from torchdil.transform import Implicit, check_captures
 
 # A solve that met its tolerance, taken relative to where it started, goes on if that was not enough where it ended.
 _ROUNDS = 3
+# No sample has failed yet.
+_NONE = torch.tensor(False)
 
 
 class Observer(Protocol):
@@ -54,13 +56,14 @@ def solve(
     solver: Solver | Callable[..., Any] | None,
     linear_solver: LinearSolver | None,
     on_failure: str,
+    first: Any = None,
 ) -> Solution:
-    """Solve, check and attach."""
+    """Solve, check and attach; `first` is the function's value at y0, in the mode of the call, if it is known."""
     solver = (Picard() if statement.name == "fixed_point" else Newton()) if solver is None else solver
     if isinstance(solver, type) or not (isinstance(solver, Solver) or callable(solver)):
         raise TypeError(f"solver must be a torchdil solver such as Newton() or a callable (fn, y0) -> y, got {solver!r}.")
     report = Report(statement.layout.batch_shape)
-    setting = Setting(statement, uncompiled(function), solver, _linear_solver(linear_solver), on_failure, report)
+    setting = Setting(statement, uncompiled(function), solver, _linear_solver(linear_solver), on_failure, report, first=first)
     y = setting.attached(y0, args)
     assert setting.report.forward is not None
     status, stats = setting.report.forward
@@ -84,7 +87,7 @@ def attach_solution(
 
 @dataclass
 class Setting:
-    """One call: the problem, its solvers, its policy. `solver` None: y0 is the answer."""
+    """One call: the problem, its solvers, its policy; `solver` None: y0 is the answer; `first`: the function's value at y0."""
 
     statement: Statement
     function: Callable[..., Any]
@@ -93,6 +96,7 @@ class Setting:
     on_failure: str
     report: Report
     symmetric: bool | None = None
+    first: Any = None
     calls: int = 0
 
     def __post_init__(self) -> None:
@@ -129,6 +133,7 @@ class Setting:
             if transforms_active():
                 if watching is not None:
                     watching.missed()
+                self.first = None
                 return self.transformed(y0, args)
             if watching is None:
                 return self.plain(y0, args)
@@ -239,7 +244,7 @@ class Setting:
             self.linear_solver,
             self.on_failure,
             self.report,
-            failed=torch.tensor(False),
+            failed=_NONE,
             key=problem.key,
             argument="" if self.statement.has_objective else self.statement.argument,
             bound=problem.bound,
@@ -248,8 +253,9 @@ class Setting:
     def find(self, problem: Problem, condition: Condition, start: Tensor, user_call: Call | None) -> tuple[Result, Point]:
         """Run the solver and judge its answer, which comes with its graph."""
         solver = self.solver
+        first, self.first = self.first, None  # its graph must not live as long as the answer
         if not isinstance(solver, Solver):
-            y = start if solver is None else run_foreign(solver, user_call, start, self.layout)
+            y = start if solver is None else run_foreign(solver, user_call, start, self.layout, first)
             point = Point(condition, y)
             zeros = torch.zeros_like(batch.norm(y))
             name = "given" if solver is None else getattr(solver, "__name__", type(solver).__name__)
