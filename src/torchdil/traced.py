@@ -32,6 +32,8 @@ Routine = Callable[..., tuple[Tensor, ...]]
 # Solves with the Jacobian of one function before it is traced, which takes a tenth of a second, and how many are remembered.
 _PATIENCE = 10
 _REMEMBERED = 64
+# Tensors that are no part of what a function reads, a constant for example: so many, with so many numbers in all.
+_MADE, _MADE_NUMBERS = 16, 2**10
 # A CUDA graph has no more numbers than this as its inputs.
 _CUDA_NUMBERS = 2**22
 
@@ -54,8 +56,11 @@ class _Trace:
 
     def __init__(self, halves: Split, tensors: list[Tensor], pulled: list[int], symmetric: bool):
         places = {id(t): i for i, t in enumerate(tensors)}
-        # By the place in the list of what the function reads; what is not there was made by the function itself.
-        self._where = [places.get(id(t), t.detach()) for t in halves.captured]
+        # By the place in the list of what the function reads; what is not there was made by the function itself, and is small.
+        self._where: list[Any] = [places.get(id(t), t) for t in halves.captured]
+        made = [t.numel() for t in self._where if isinstance(t, Tensor)]
+        if len(made) > _MADE or sum(made) > _MADE_NUMBERS:
+            raise NotImplementedError("the function reads tensors that cannot be found")
         self._prelude, parts = halves.prelude, list(halves.parts)
         self._parts: dict[Hashable, Any] = {}
         if len(parts) > (1 if symmetric else 2):
@@ -67,7 +72,7 @@ class _Trace:
         self._lock = threading.Lock()
 
     def prelude(self, y: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        captured = (tensors[place].detach() if isinstance(place, int) else place for place in self._where)
+        captured = (tensors[at].detach() if isinstance(at, int) else at.detach() for at in self._where)
         inputs = (y, *captured)
         return self._compiled("prelude", self._prelude, (), inputs)(*inputs)
 
