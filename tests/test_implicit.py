@@ -506,6 +506,24 @@ def test_the_graph_goes_with_the_answer():
     assert bool(report.forward.converged)
 
 
+@pytest.mark.parametrize("linear_solver", [dil.Dense(), dil.CG(), dil.GMRES()])
+def test_the_report_of_a_second_derivative_keeps_no_graph(linear_solver):
+    """It would lead back to the report, in a cycle that the garbage collector cannot see."""
+    a = tensor(0.5, 2.0).requires_grad_()
+    counts = []
+    for _ in range(2):
+        for _ in range(20):
+            y = dil.argmin(
+                lambda y: (0.25 * y**4 + 0.5 * y**2 - a * y).sum(), torch.ones_like(a), linear_solver=linear_solver
+            ).value
+            (first,) = grad(y.sum(), a, create_graph=True)
+            grad(first.sum(), a)
+        del y, first
+        gc.collect()
+        counts.append(live_tensors())
+    assert counts[1] <= counts[0] + 2
+
+
 def test_deterministic():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()

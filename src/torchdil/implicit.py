@@ -96,7 +96,8 @@ class Condition:
                 doubtful = bool((status != int(Status.converged)).any())
             if not doubtful:
                 self.report.backward = self.report.outcome(status, stats)
-                return mask_failed(value, self.failed, self.on_failure)
+                # Another tensor than the one that the report keeps: it may get a graph, which leads back to the report.
+                return mask_failed(value.detach(), self.failed, self.on_failure)
             status = torch.where(batch.finite(rhs), status, int(Status.non_finite))
             self.report.backward = self.report.outcome(status, stats)
             failed = handle_failure("backward" if transpose else "tangent", self.report.backward, self.on_failure, self.report)
