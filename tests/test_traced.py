@@ -287,6 +287,27 @@ def test_a_branch_that_depends_on_y():
         torch.testing.assert_close(found, v * 2 * factor / (2 * factor + 12 * y.detach() ** 2), rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("patience", [0, 1, 10])
+def test_a_layer_inside_a_layer(patience, monkeypatch):
+    """Whichever of them is due to be traced first."""
+    monkeypatch.setattr(traced, "_PATIENCE", patience)
+    W, start = (0.5 * draw(0, 3, 3)).requires_grad_(), torch.zeros(3, dtype=torch.float64)
+
+    def inner(y):
+        return dil.argmin(lambda z: ((z - y) ** 2).sum() + functional.softplus(z @ W).sum(), start).value
+
+    def outer(x):
+        return dil.argmin(lambda y: ((y - x) ** 2).sum() + inner(y).square().sum(), start, solver=dil.LBFGS(rtol=1e-10)).value
+
+    for seed in range(4):
+        x = draw(seed, 3).requires_grad_()
+        (found,) = torch.autograd.grad(outer(x).sum(), x)
+        step = 1e-5 * torch.eye(3, dtype=torch.float64)
+        with torch.no_grad():
+            slopes = [float((outer(x + h) - outer(x - h)).sum()) / 2e-5 for h in step]
+        torch.testing.assert_close(found, torch.tensor(slopes, dtype=torch.float64), rtol=1e-5, atol=1e-7)
+
+
 def test_higher_derivatives(monkeypatch):
     monkeypatch.setattr(traced, "_PATIENCE", 0)
     layer = Layer(shape=(2, 4))

@@ -24,7 +24,7 @@ from torch import Tensor
 Function = Callable[..., tuple[Tensor, ...]]
 
 # torch.fx changes nn.Module while it traces: two threads at once would leave it changed.
-tracing = threading.Lock()
+tracing = threading.RLock()
 # Calls of one kind before it is traced: that takes a few tenths of a second.
 _PATIENCE = 10
 # How many kinds of one function are remembered: a batch size that is never the same must not fill the memory.

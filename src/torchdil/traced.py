@@ -149,6 +149,8 @@ class Source:
         self._saved: tuple[Tensor, ...] | None = None
         if torch.are_deterministic_algorithms_enabled():
             return  # rounding must not depend on how often it was called before
+        if getattr(_here, "tracing", False):
+            return  # a layer inside the layer that is being traced
         if (found := signature((parts, self._y, symmetric))) is None:
             return
         self._tensors, key = found
@@ -251,6 +253,7 @@ class Source:
         assert self._memory is not None
         vectors = [torch.ones_like(self._y) for _ in range((1 if self._symmetric else 2) + bool(pulled))]
         with tracing:
+            _here.tracing = True
             try:
                 devices = [self._y.device] if self._y.is_cuda else []
                 with warnings.catch_warnings(), torch.random.fork_rng(devices):
@@ -259,10 +262,13 @@ class Source:
                 self._memory.trace = _Trace(halves, self._tensors, pulled, self._symmetric)
             except Exception:  # whatever torch could not do: autograd can
                 self._memory.refused = True
+            finally:
+                _here.tracing = False
 
 
 _memories: dict[Hashable, _Memory] = {}
 _lock = threading.Lock()
+_here = threading.local()
 
 
 def forget_all() -> None:
