@@ -96,12 +96,22 @@ def _fast_form(function: Function, inputs: tuple[Tensor, ...]) -> Function | Non
             traced, captured = _lifted(make_fx(lambda *inputs: function(*inputs))(*inputs))
             if inputs[0].is_cuda:
                 return CudaGraph(traced, inputs, captured)
-            scripted = torch.jit.trace(traced, (*inputs, *captured), check_trace=False)
-            for _ in range(2):  # TorchScript optimises in its first runs
-                scripted(*inputs, *captured)
+            fast = scripted(traced, inputs, captured)
     except Exception:  # whatever torch could not do: the plain function can
         return None
-    return lambda *inputs: scripted(*inputs, *captured)
+    return lambda *inputs: fast(*inputs, *captured)
+
+
+def scripted(function: Function, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Function:
+    """`function(*tensors, *others)`, which may change the first, as a TorchScript graph."""
+
+    def inputs() -> tuple[Tensor, ...]:
+        return (*(t.clone() for t in tensors), *others)
+
+    graph = torch.jit.trace(function, inputs(), check_trace=False)
+    for _ in range(2):  # it is optimised in its first runs
+        graph(*inputs())
+    return graph
 
 
 def _lifted(traced: Any) -> tuple[Any, list[Tensor]]:

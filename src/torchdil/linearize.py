@@ -46,7 +46,7 @@ Coefficient = float | fx.Node
 
 
 @dataclass
-class Linear:
+class LinearGraph:
     """A linear function, as operations: `module(vector, *(saved[i] for i in places))` gives its outputs.
 
     Attributes:
@@ -69,7 +69,7 @@ class Split:
     """
 
     prelude: fx.GraphModule
-    parts: list[Linear]
+    parts: list[LinearGraph]
     captured: list[Tensor]
 
 
@@ -101,7 +101,7 @@ def split(function: Callable[..., Sequence[Sequence[Tensor]]], y: Tensor, *vecto
     return Split(prelude.module(saved), [part.linear() for part in parts], prelude.tensors())
 
 
-def add_in_place(part: Linear) -> None:
+def add_in_place(part: LinearGraph) -> None:
     """Let sums of matrix products, gradients as large as matrices of weights, be made in one place."""
     for node in part.module.graph.nodes:
         if node.target is aten.addmm.default and node.args[0].target in _FRESH and len(node.args[0].users) == 1:
@@ -219,9 +219,9 @@ class _Part:
         self.handed: dict[fx.Node, fx.Node] = {}  # by the prelude
         self._made: dict[fx.Node, fx.Node] = {}  # the sums of the terms
 
-    def linear(self) -> Linear:
+    def linear(self) -> LinearGraph:
         self.graph.eliminate_dead_code()
-        return Linear(fx.GraphModule({}, self.graph), [self.prelude.saved[node] for node in self.handed])
+        return LinearGraph(fx.GraphModule({}, self.graph), [self.prelude.saved[node] for node in self.handed])
 
     def take(self, node: fx.Node, target: Any) -> None:
         terms = self.sum(node) or self.scaled(node) or self.turned(node)

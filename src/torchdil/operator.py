@@ -6,7 +6,7 @@ How a product is made is a strategy, because it decides the speed of everything 
 - "auto": "backward", until the same layer has been solved with a few times; then what a trace of it leaves (`torchdil.traced`).
 - "backward": `autograd.grad` on the graph of F, built once (double backward for an argmin). Works for every torch function.
 - "forward": forward mode through F, re-evaluated for each product. Often the fastest on a GPU; needs forward-mode rules.
-- "traced": the backward product, traced once; what does not depend on the vector is computed once. For long solves.
+- "traced": the backward product, traced at once for this solve alone (`torchdil.linearize`). For long solves.
 - "measure": time one product of each and keep the fastest; the choice is remembered for the function and the shapes.
 
 A strategy that cannot do the function at hand falls back to "backward" without a word: the numbers are the same.
@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchdil.traced import Linear, Source
+from torchdil.linearize import split
+from torchdil.traced import Source, TracedJacobian
 
 Product = Callable[[Tensor], Tensor]
 STRATEGIES = ("auto", "backward", "forward", "traced", "measure")
@@ -100,7 +101,7 @@ class Operator:
         """(B, n)."""
         return self.y.shape
 
-    def linear(self, transpose: bool) -> Linear | None:
+    def linear(self, transpose: bool) -> TracedJacobian | None:
         """J or Jᵀ by a trace, where there is one; to be checked, see `torchdil.traced`."""
         return None if self.source is None or self.sure else self.source.linear(transpose)
 
@@ -235,9 +236,11 @@ class Operator:
         return lambda p: torch.func.jvp(residual, (y,), (p,))[1]
 
     def _traced_product(self, transpose: bool) -> Product:
-        from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and few need it
-
-        return _fold(make_fx(self._backward_product(transpose))(torch.zeros_like(self.y)))
+        made = self._backward_product(transpose)
+        halves = split(lambda _, p: [(), (made(p),)], self.y, torch.zeros_like(self.y))
+        saved, (part,) = halves.prelude(self.y, *halves.captured), halves.parts
+        taken = [saved[place] for place in part.places]
+        return lambda p: part.module(p, *taken)[0]
 
     def _with_fallback(self, make: Callable[[bool], Product], transpose: bool) -> Product:
         try:
@@ -279,29 +282,6 @@ def _vjp(y: Tensor, F: Tensor, p: Tensor) -> Tensor:
         return torch.zeros_like(p)
     (product,) = torch.autograd.grad(F, y, p, retain_graph=True, materialize_grads=True)
     return product
-
-
-def _fold(traced: Any) -> Product:
-    """Compute once what a traced product does not need its vector for, and return the linear rest."""
-    known: dict[Any, Any] = {}
-    for node in list(traced.graph.nodes):
-        inputs = node.all_input_nodes
-        if node.op == "get_attr":
-            known[node] = getattr(traced, node.target)
-        elif node.op == "call_function" and all(source in known for source in inputs):
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-            known[node] = node.target(*args, **kwargs)
-            if not isinstance(known[node], Tensor):
-                continue  # a tuple: its tensors are folded where they are taken out of it
-            name = f"_folded_{len(known)}"
-            traced.register_buffer(name, known[node])
-            with traced.graph.inserting_before(node):
-                constant = traced.graph.get_attr(name)
-            node.replace_all_uses_with(constant)
-            known[constant] = known[node]
-    traced.graph.eliminate_dead_code()
-    traced.recompile()
-    return lambda p: traced(p)
 
 
 def _clock(y: Tensor) -> float:

@@ -1,8 +1,8 @@
 """Products with J that are asked for again and again, by the few operations that `linearize` leaves of them.
 
 A layer in a training loop solves with the Jacobian of the same function time and again, only the numbers being others. After a
-few solves it is traced, and from then on products are made by what is left of the trace: as a TorchScript graph on a CPU, whose
-operations cost a microsecond and not ten. Tensors that the function reads are inputs of the trace, wherever it reads them from
+few solves it is traced, and from then on products are made by what is left of the trace: as a TorchScript graph on a CPU, as a
+CUDA graph on a GPU. Tensors that the function reads are inputs of the trace, wherever it reads them from
 (`captures.signature`), and everything else that it reads is part of the key under which the trace is kept.
 
 That leaves what cannot be seen, a number in a file for example. So F by the trace is compared with F, and whoever solves with
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.captures import signature
-from torchdil.compiled import CudaGraph, tracing
+from torchdil.compiled import CudaGraph, scripted, tracing
 from torchdil.graph import partial_derivatives
 from torchdil.linearize import Split, add_in_place, split
 
@@ -97,7 +97,7 @@ class _Trace:
             return self._routines[key]
 
 
-class Linear:
+class TracedJacobian:
     """J, or Jᵀ, at a point, by a trace."""
 
     def __init__(self, source: Source, transpose: bool):
@@ -178,9 +178,9 @@ class Source:
         if self._memory is not None:
             self._memory.solves += 1
 
-    def linear(self, transpose: bool) -> Linear | None:
+    def linear(self, transpose: bool) -> TracedJacobian | None:
         """J, or with `transpose` Jᵀ, if it is traced."""
-        return Linear(self, transpose or self._symmetric) if self._ready() else None
+        return TracedJacobian(self, transpose or self._symmetric) if self._ready() else None
 
     def pull(self, g: Tensor, boundary: list[Tensor]) -> tuple[Tensor | None, ...] | None:
         """gᵀ ∂F/∂t for each t in `boundary`, if it is traced."""
@@ -279,16 +279,13 @@ def forget_all() -> None:
 
 def _fast(function: Routine, tensors: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Routine:
     """The function as a TorchScript graph or a CUDA graph; itself where that cannot be, or would not pay."""
-    inputs = (*(t.clone() for t in tensors), *saved)  # a routine may change its tensors
+    inputs = (*tensors, *saved)
     try:
         with tracing, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch, of its own TorchScript
-            if inputs[0].is_cuda:
-                # What a graph reads and writes it keeps; and large operations are not waiting for Python.
-                return CudaGraph(function, inputs) if sum(t.numel() for t in inputs) <= _CUDA_NUMBERS else function
-            scripted = torch.jit.trace(function, inputs, check_trace=False)
-            for _ in range(2):  # it is optimised in its first runs
-                scripted(*(t.clone() for t in tensors), *saved)
+            if not inputs[0].is_cuda:
+                return scripted(function, tensors, saved)
+            # What a graph reads and writes it keeps; and large operations are not waiting for Python.
+            return CudaGraph(function, inputs) if sum(t.numel() for t in inputs) <= _CUDA_NUMBERS else function
     except Exception:
         return function
-    return scripted
