@@ -157,7 +157,16 @@ class CudaGraph:
                 self._outputs = function(*self._inputs, *captured)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        results = [torch.empty_like(t) for t in self._outputs]
         with self._lock, torch.cuda.device(self._device):
-            torch._foreach_copy_(self._inputs, list(inputs))
+            _copy(self._inputs, inputs)
             self._graph.replay()
-            return tuple(t.clone() for t in self._outputs)
+            _copy(results, self._outputs)
+        return tuple(results)
+
+
+def _copy(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """One launch for all tensors of a type."""
+    for dtype in {t.dtype for t in tensors}:
+        of = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+        torch._foreach_copy_([places[i] for i in of], [tensors[i] for i in of])

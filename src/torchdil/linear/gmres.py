@@ -6,17 +6,20 @@ A. Preconditioning from the right leaves the residual that is minimised, and tes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.linear.base import LinearSolver
+from torchdil.linear.base import AtOnce, LinearSolver
 from torchdil.linear.evidence import Steps
 from torchdil.linear.spectrum import Matrix
-from torchdil.operator import Operator
-from torchdil.solution import Result, Status
+from torchdil.operator import Operator, Product
+from torchdil.progress import Progress
+from torchdil.solution import Result, Stats, Status
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,52 @@ class GMRES(LinearSolver):
         system = self.system(operator, transpose)
         precondition = self.preconditioning(operator, transpose) or (lambda r: r)
         x, r = self.begin(system, rhs, start)
+        watched, progress = self.watched(operator, transpose), self.progress(batch.norm(r), rhs)
+        x, way = self._iterate(system, precondition, rhs, x, r, watched, progress)
+        method = ("preconditioned " if self.preconditioner is not None else "") + f"GMRES({self.restart})"
+        evidence = way.evidence(rhs, watched, progress.history)
+        return self.result(x, progress, method, operator.products - before, Matrix(way.H), evidence)
+
+    def at_once(self, operator: Operator, transpose: bool, expected: int) -> AtOnce | None:
+        on_cpu = operator.y.device.type == "cpu"  # where a step more costs as much as it saves
+        if on_cpu or not 0 < expected <= self.restart or self.preconditioner is not None:
+            return None
+
+        def routine(product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
+            def system(p: Tensor) -> Tensor:
+                return product(p)[0].add(p, alpha=self.damping) if self.damping else product(p)[0]
+
+            progress = Progress(batch.norm(rhs), self.tolerance(rhs), expected, patience=expected, blind=True)
+            watched = F if transpose else None
+            x, way = self._iterate(system, lambda r: r, rhs, torch.zeros_like(rhs), rhs, watched, progress)
+            good = (progress.status() == int(Status.converged)) & (progress.history[0] < torch.inf)
+            return x, good, progress.steps, progress.tolerance, torch.stack(progress.history), *way
+
+        def result(rhs: Tensor, F: Tensor, x: Tensor, good: Tensor, steps: Tensor, tolerance: Tensor, *told: Tensor) -> Result:
+            history, way = list(told[0].unbind()), _Way(*told[1:])
+            stats = Stats(f"GMRES({self.restart})", steps, history[-1], tolerance, expected + 1, history, Matrix(way.H))
+            stats.evidence = way.evidence(rhs, F if transpose else None, history)
+            return Result(x, torch.zeros_like(steps), stats)
+
+        return AtOnce(("GMRES", self.damping, self.rtol, self.atol, expected), routine, result)
+
+    def _iterate(
+        self,
+        system: Product,
+        precondition: Product,
+        rhs: Tensor,
+        x: Tensor,
+        r: Tensor,
+        watched: Tensor | None,
+        progress: Progress,
+    ) -> tuple[Tensor, _Way]:
+        """x, from the first x and its residual r on, and how it was reached."""
         samples, n = rhs.shape
-        m = min(self.restart, n) if self.max_steps is None else min(self.restart, n, self.max_steps)
+        m = min(self.restart, n, progress.max_steps)
         eps = torch.finfo(rhs.dtype).eps
         largest, size = torch.zeros_like(rhs[:, 0]), torch.zeros_like(rhs[:, 0])  # of A M⁻¹, of A
-        spectrum = None
-        watched, seen = self.watched(operator, transpose), torch.zeros_like(largest)
+        first, seen = rhs.new_zeros(samples, 1, 0), torch.zeros_like(largest)
         lengths: list[Tensor] = []
-        progress = self.progress(batch.norm(r), rhs)
         while not progress.finished():
             beta = batch.norm(r)
             V = rhs.new_empty(samples, m + 1, n)
@@ -91,9 +132,9 @@ class GMRES(LinearSolver):
                 estimates.append(torch.where(active, beta * Q[:, k + 1, 0].abs(), estimates[-1]))
                 progress.advance(estimates[-1])
             k = len(estimates) - 1
-            if spectrum is None:  # the first cycle is the longest
+            if not first.numel():  # the first cycle is the longest
                 stepped = (progress.steps > 0)[:, None, None]
-                spectrum = Matrix(torch.where(stepped, H[:, : k + 1, :k], torch.nan))
+                first = torch.where(stepped, H[:, : k + 1, :k], torch.nan)
             inverse = _inverse(R[:, :k, :k])
             u = _trusted(inverse, g[:, :k], torch.stack(estimates, dim=1), eps * largest)
             lengths += torch.linalg.vector_norm(inverse * g[:, None, :k], dim=1).unbind(1)
@@ -106,11 +147,28 @@ class GMRES(LinearSolver):
             x, r = batch.select(better, trial, x), batch.select(better, r_trial, r)
             refuted = progress.correct(batch.norm(r))
             progress.settle(refuted & ~(batch.norm(r) < 0.5 * beta), self.attainable(size, x, rhs))
-        x = self.tamed(x, size, rhs, progress)
-        method = ("preconditioned " if self.preconditioner is not None else "") + f"GMRES({self.restart})"
+        travelled = torch.stack(lengths) if lengths else rhs.new_zeros(0, samples)
+        return self.tamed(x, size, rhs, progress), _Way(first, size, seen, travelled)
+
+
+class _Way(NamedTuple):
+    """What the steps have told.
+
+    Attributes:
+        H: the Hessenberg matrix of the first cycle, (B, k + 1, k).
+        size: ‖A‖, (B,).
+        seen: ‖J⁻¹F‖ as far as seen, (B,).
+        lengths: of the steps, (steps, B).
+    """
+
+    H: Tensor
+    size: Tensor
+    seen: Tensor
+    lengths: Tensor
+
+    def evidence(self, rhs: Tensor, watched: Tensor | None, history: list[Tensor]) -> Steps:
         F = None if watched is None else batch.norm(watched)
-        evidence = Steps(lengths, progress.history, batch.norm(rhs), size, "minimal", F, seen)
-        return self.result(x, progress, method, operator.products - before, spectrum, evidence)
+        return Steps(list(self.lengths.unbind()), history, batch.norm(rhs), self.size, "minimal", F, self.seen)
 
 
 def _orthogonalise(w: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
