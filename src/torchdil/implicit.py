@@ -129,25 +129,22 @@ class Condition:
             return None
 
         def routine(product: Any, pull: Any, rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
-            x, good, steps, tolerance, *noted = at_once.routine(product, rhs, F)
-            remainder = rhs - product(x)[0]
-            residual = batch.norm(remainder - solver.damping * x if solver.damping else remainder)
-            solved = (good & (residual <= _SLACK * tolerance)).all()
-            told = torch.stack((solved.long(), steps.amax()))  # one tensor, to wait for it once
-            return *pull(-x), told, residual, batch.norm(x), x, good, steps, tolerance, *noted
+            x, good, steps, *noted = at_once.routine(product, rhs, F)
+            told = torch.stack((good.all().long(), steps.amax()))  # one tensor, to wait for it once
+            return *pull(-x), told, batch.norm(x), x, steps, *noted
 
         with torch.no_grad(), no_tangents(), full_precision(rhs):
             rhs = rhs.detach()
             found = source.run((True, "pull"), ("solve", at_once.key), routine, (rhs, F))
             count = source.pull_count
-            grads, (told, residual, norm, *rest) = source.pulled(found[:count], boundary), found[count:]
+            grads, (told, norm, *rest) = source.pulled(found[:count], boundary), found[count:]
             solved, steps = told.tolist()
             if grads is None or not solved:
                 return None
             source.solved()
             source.took(solver, steps)
             _, status, stats = at_once.result(rhs, F, *rest)
-            stats.residual, stats.norm, stats.damping, stats.products = residual, norm, solver.damping, stats.products + 1
+            stats.norm, stats.damping = norm, solver.damping
             self.report.backward = self.report.outcome(status, stats)
             return grads
 

@@ -31,7 +31,6 @@ class Progress:
         patience: steps without a new best residual after which a sample has stagnated.
         table: where to show each step; None: nowhere.
         score: the objective at the start, (B,), for the table.
-        blind: take all steps without a look at the tensors, for a solve that is to be captured as a graph.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class Progress:
         patience: int,
         table: LiveTable | None = None,
         score: Tensor | None = None,
-        blind: bool = False,
     ):
         self.tolerance = tolerance
         self.history: list[Tensor] = []
@@ -51,20 +49,20 @@ class Progress:
         self._status = torch.full_like(self.steps, _RUNNING)
         self._best, self._best_step = residual, 0
         self._stale = torch.zeros_like(self.steps)
-        self.max_steps, self._patience, self._blind = max_steps, patience, blind
+        self._max_steps, self._patience = max_steps, patience
         self._check_every = check_every(residual.device)
         self._taken = 0
         self._table, self._score = table, score
         self._residuals: list[Any] = []
         self._latest: tuple[Any, Any, Any] = self.state
         self._record(residual)
-        if not blind and not bool(torch.isfinite(residual).all()):
+        if not bool(torch.isfinite(residual).all()):
             self._review(residual)
 
     def finished(self) -> bool:
         """Whether no sample needs another step."""
-        if self._blind or self._taken >= self.max_steps:
-            return self._taken >= self.max_steps
+        if self._taken >= self._max_steps:
+            return True
         return self._taken % self._check_every == 0 and not bool(self.running.any())
 
     def advance(self, residual: Tensor, score: Tensor | None = None) -> None:
@@ -84,7 +82,7 @@ class Progress:
     @property
     def room(self) -> int:
         """How many steps may be taken before the next test of convergence."""
-        return max(1, min(self._check_every - self._taken % self._check_every, self.max_steps - self._taken))
+        return max(1, min(self._check_every - self._taken % self._check_every, self._max_steps - self._taken))
 
     def update(self, residuals: list[Any], running: Any, status: Any, steps: Any) -> tuple[bool, tuple[Any, Any, Any]]:
         """Steps were taken by a solver that keeps the state itself, as tensors or, of one sample, as numbers.
@@ -105,7 +103,7 @@ class Progress:
             kept = self.state
             self._latest = (kept[0].item(), kept[1].item(), kept[2].item()) if number else kept
         elif number:
-            return self._taken >= self.max_steps, self._latest
+            return self._taken >= self._max_steps, self._latest
         else:
             self.running = running
         return self.finished(), self._latest
@@ -153,7 +151,7 @@ class Progress:
     def status(self) -> Tensor:
         """A `Status` code per sample, (B,); call when finished."""
         self._absorb()
-        if not self._blind and bool(self.running.any()):
+        if bool(self.running.any()):
             self._review(self.history[-1])
         self._show(last=True)
         status = torch.where(self._status == _RUNNING, int(Status.max_steps), self._status)

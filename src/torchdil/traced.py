@@ -220,8 +220,8 @@ class Source:
         return self._expected or 0
 
     def took(self, solver: Hashable, steps: int | Tensor) -> None:
-        """The solver took so many steps, or so many each; of interest on a GPU."""
-        if self._memory is not None and self._y.is_cuda:
+        """The solver took so many steps, or so many each. CG with one problem on a CPU is faster with Python's numbers."""
+        if self._memory is not None and (self._y.is_cuda or len(self._y) > 1 or not self._symmetric):
             steps = steps if isinstance(steps, int) else int(steps.max())
             self._memory.steps.setdefault(solver, deque(maxlen=_RECENT)).append(steps)
 

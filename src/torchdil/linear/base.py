@@ -29,9 +29,9 @@ class AtOnce(NamedTuple):
 
     Attributes:
         key: what the function depends on, besides its arguments.
-        routine: `(product, rhs, F) -> (x, good, steps, tolerance, *noted)`, where `product(p)` is a tuple of one and `good`,
-            (B,), says which samples were solved without any trouble.
-        result: `(rhs, F, *what the routine gives) -> Result` where all samples are good; the residual is put in later.
+        routine: `(product, rhs, F) -> (x, good, steps, residual, tolerance, *noted)`, where `product(p)` is a tuple of one and
+            `good`, (B,), says which samples were solved without any trouble, their true residual being below the tolerance.
+        result: `(rhs, F, *all that the routine gives but good) -> Result`, where all samples are good.
     """
 
     key: Hashable

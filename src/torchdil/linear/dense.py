@@ -44,12 +44,12 @@ class Dense(LinearSolver):
             units = torch.eye(n, dtype=rhs.dtype, device=rhs.device).unsqueeze(1).expand(-1, samples, -1)
             A = torch.func.vmap(product)(units)[0].permute(1, 2, 0).contiguous()  # its columns are the products
             torch.diagonal(A, dim1=1, dim2=2).add_(self.damping)
-            x, _, tolerance, good = self._easily(A, rhs, symmetric)
-            return x, good, (tolerance > 0).long(), tolerance, A
+            x, residual, tolerance, good = self._easily(A, rhs, symmetric)
+            return x, good, (tolerance > 0).long(), residual, tolerance, A
 
-        def result(rhs: Tensor, F: Tensor, x: Tensor, good: Tensor, steps: Tensor, tolerance: Tensor, A: Tensor) -> Result:
+        def result(rhs: Tensor, F: Tensor, x: Tensor, steps: Tensor, residual: Tensor, tolerance: Tensor, A: Tensor) -> Result:
             evidence = Factored(A, rhs, x, watched=F if transpose or symmetric else None)
-            stats = Stats("Dense", steps, tolerance, tolerance, n, spectrum=Matrix(A, symmetric), evidence=evidence)
+            stats = Stats("Dense", steps, residual, tolerance, n, spectrum=Matrix(A, symmetric), evidence=evidence)
             return Result(x, torch.zeros_like(steps), stats)
 
         return AtOnce(("Dense", self.damping, self.rtol, self.atol), routine, result)

@@ -18,7 +18,6 @@ from torchdil.linear.base import AtOnce, LinearSolver
 from torchdil.linear.evidence import Steps
 from torchdil.linear.spectrum import Matrix
 from torchdil.operator import Operator, Product
-from torchdil.progress import Progress
 from torchdil.solution import Result, Stats, Status
 
 
@@ -48,47 +47,8 @@ class GMRES(LinearSolver):
         precondition = self.preconditioning(operator, transpose) or (lambda r: r)
         x, r = self.begin(system, rhs, start)
         watched, progress = self.watched(operator, transpose), self.progress(batch.norm(r), rhs)
-        x, way = self._iterate(system, precondition, rhs, x, r, watched, progress)
-        method = ("preconditioned " if self.preconditioner is not None else "") + f"GMRES({self.restart})"
-        evidence = way.evidence(rhs, watched, progress.history)
-        return self.result(x, progress, method, operator.products - before, Matrix(way.H), evidence)
-
-    def at_once(self, operator: Operator, transpose: bool, expected: int) -> AtOnce | None:
-        on_cpu = operator.y.device.type == "cpu"  # where a step more costs as much as it saves
-        if on_cpu or not 0 < expected <= self.restart or self.preconditioner is not None:
-            return None
-
-        def routine(product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
-            def system(p: Tensor) -> Tensor:
-                return product(p)[0].add(p, alpha=self.damping) if self.damping else product(p)[0]
-
-            progress = Progress(batch.norm(rhs), self.tolerance(rhs), expected, patience=expected, blind=True)
-            watched = F if transpose else None
-            x, way = self._iterate(system, lambda r: r, rhs, torch.zeros_like(rhs), rhs, watched, progress)
-            good = (progress.status() == int(Status.converged)) & (progress.history[0] < torch.inf)
-            return x, good, progress.steps, progress.tolerance, torch.stack(progress.history), *way
-
-        def result(rhs: Tensor, F: Tensor, x: Tensor, good: Tensor, steps: Tensor, tolerance: Tensor, *told: Tensor) -> Result:
-            history, way = list(told[0].unbind()), _Way(*told[1:])
-            stats = Stats(f"GMRES({self.restart})", steps, history[-1], tolerance, expected + 1, history, Matrix(way.H))
-            stats.evidence = way.evidence(rhs, F if transpose else None, history)
-            return Result(x, torch.zeros_like(steps), stats)
-
-        return AtOnce(("GMRES", self.damping, self.rtol, self.atol, expected), routine, result)
-
-    def _iterate(
-        self,
-        system: Product,
-        precondition: Product,
-        rhs: Tensor,
-        x: Tensor,
-        r: Tensor,
-        watched: Tensor | None,
-        progress: Progress,
-    ) -> tuple[Tensor, _Way]:
-        """x, from the first x and its residual r on, and how it was reached."""
         samples, n = rhs.shape
-        m = min(self.restart, n, progress.max_steps)
+        m = min(self.restart, n) if self.max_steps is None else min(self.restart, n, self.max_steps)
         eps = torch.finfo(rhs.dtype).eps
         largest, size = torch.zeros_like(rhs[:, 0]), torch.zeros_like(rhs[:, 0])  # of A M⁻¹, of A
         first, seen = rhs.new_zeros(samples, 1, 0), torch.zeros_like(largest)
@@ -148,7 +108,61 @@ class GMRES(LinearSolver):
             refuted = progress.correct(batch.norm(r))
             progress.settle(refuted & ~(batch.norm(r) < 0.5 * beta), self.attainable(size, x, rhs))
         travelled = torch.stack(lengths) if lengths else rhs.new_zeros(0, samples)
-        return self.tamed(x, size, rhs, progress), _Way(first, size, seen, travelled)
+        x = self.tamed(x, size, rhs, progress)
+        method = ("preconditioned " if self.preconditioner is not None else "") + f"GMRES({self.restart})"
+        evidence = _Way(first, size, seen, travelled).evidence(rhs, watched, progress.history)
+        return self.result(x, progress, method, operator.products - before, Matrix(first), evidence)
+
+    def at_once(self, operator: Operator, transpose: bool, expected: int) -> AtOnce | None:
+        if not 0 < expected <= self.restart or self.preconditioner is not None:
+            return None
+
+        def routine(product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
+            def system(p: Tensor) -> Tensor:
+                return product(p)[0].add(p, alpha=self.damping) if self.damping else product(p)[0]
+
+            return self._all_steps(expected, system, rhs, F if transpose else None)
+
+        def result(
+            rhs: Tensor, F: Tensor, x: Tensor, steps: Tensor, residual: Tensor, tolerance: Tensor, *told: Tensor
+        ) -> Result:
+            history, way = [*told[0].unbind(1)[:-1], residual], _Way(*told[1:])
+            stats = Stats(f"GMRES({self.restart})", steps, residual, tolerance, expected + 1, history, Matrix(way.H))
+            stats.evidence = way.evidence(rhs, F if transpose else None, history)
+            return Result(x, torch.zeros_like(steps), stats)
+
+        return AtOnce(("GMRES", self.damping, self.rtol, self.atol, expected), routine, result)
+
+    def _all_steps(self, m: int, system: Product, rhs: Tensor, watched: Tensor | None) -> tuple[Tensor, ...]:
+        """What `AtOnce` asks for: m steps of all samples, and only then the least-squares problem, by its normal equations.
+
+        HᵀH = RᵀR with the R of H = QR, which is as good as H where H is not ill-conditioned; the residual tells.
+        """
+        samples, n = rhs.shape
+        beta, tiny = batch.norm(rhs), torch.finfo(rhs.dtype).tiny
+        V, H = rhs.new_empty(samples, m + 1, n), rhs.new_zeros(samples, m + 1, m)
+        V[:, 0] = rhs / beta.clamp_min(tiny).unsqueeze(1)
+        for k in range(m):
+            w, H[:, : k + 1, k] = _orthogonalise(system(V[:, k]), V[:, : k + 1])
+            below = batch.norm(w)
+            H[:, k + 1, k] = below
+            V[:, k + 1] = w / below.clamp_min(tiny).unsqueeze(1)
+        nothing = torch.where(beta > 0, 0.0, 1.0)[:, None, None]  # to solve: then any R will do
+        L, info = torch.linalg.cholesky_ex(H.mT @ H + nothing * torch.eye(m, dtype=rhs.dtype, device=rhs.device))
+        inverse = _inverse(L.mT)
+        g = beta.unsqueeze(1) * (inverse.mT @ H[:, 0].unsqueeze(2)).squeeze(2)
+        x = batch.combine(V[:, :m], batch.rows(inverse, g))
+        residual, tolerance = batch.norm(rhs - system(x)), self.tolerance(rhs)
+        # Each step multiplies the residual by the sine of its Givens rotation.
+        sines = torch.diagonal(H, -1, dim1=1, dim2=2) / torch.diagonal(L, dim1=1, dim2=2)
+        history = beta.unsqueeze(1) * torch.nn.functional.pad(sines.cumprod(dim=1), (1, 0), value=1.0)
+        size = torch.linalg.vector_norm(H, dim=1).amax(dim=1)
+        seen = torch.zeros_like(beta)
+        if watched is not None:  # A V R⁻¹ has orthonormal columns
+            seen = batch.norm(batch.combine(inverse, batch.rows(V[:, :m], watched)))
+        lengths = torch.linalg.vector_norm(inverse * g.unsqueeze(1), dim=1).mT
+        good = (info == 0) & (residual <= tolerance) & (beta < torch.inf)
+        return x, good, m * (beta > 0).long(), residual, tolerance, history, H, size, seen, lengths
 
 
 class _Way(NamedTuple):
