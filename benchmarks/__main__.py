@@ -11,11 +11,11 @@ import torch
 
 from benchmarks import control, core, ode, scale, solvers, tables
 from benchmarks.machine import machine
-from benchmarks.peers import compare, page
+from benchmarks.peers import ablation, compare, page
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PARTS = ("core", "solvers", "ode", "control", "peers")
+PARTS = ("core", "solvers", "ode", "control", "peers", "ablation")
 
 
 def run_core(unknowns: int, repeats: int) -> dict[str, Any]:
@@ -56,6 +56,8 @@ def main() -> None:
         control.measure(options)
     if options.only in (None, "peers"):
         compare.measure(options)
+    if options.only in (None, "ablation"):
+        ablation.run(options.device, options.problems)
     results = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     tables.update(results, ROOT)
     page.update(results, ROOT / "docs")

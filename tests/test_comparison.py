@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.peers import compare, page
+from benchmarks.peers import ablation, compare, page
 from benchmarks.peers.problems import Problem, arrays, objective, problems, residual
 from benchmarks.peers.torch_side import OPS
 
 ROOT = Path(__file__).parent.parent
-RESULTS = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("peers*.json"))}
+EVERYTHING = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))}
+RESULTS = {name: EVERYTHING[name] for name in page.WHERE if name in EVERYTHING}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def test_check_finds_what_fell_behind(tiny):
 
 
 def test_page_is_that_of_the_results():
-    assert page.text(RESULTS) == (ROOT / "docs" / "performance.md").read_text()
+    assert page.text(RESULTS, EVERYTHING) == (ROOT / "docs" / "performance.md").read_text()
     assert {"seed", "torchdil", "torch", "cpu"} <= RESULTS["peers"]["machine"].keys()
     for one in RESULTS["peers"]["cases"]:
         assert set(one["systems"]) >= {"torchdil", "torchopt", "xitorch", "torchdeq", "jaxopt", "optimistix"}
@@ -90,5 +91,13 @@ def test_page_is_that_of_the_results():
 def test_page_shows_wrong_gradients_as_such(tiny):
     wrong = copy.deepcopy(tiny)
     wrong["cases"][0]["systems"]["untraced"]["error"] = "wrong gradient, off by 0.3"
-    assert "| wrong gradient, off by 0.3 |" in page.text({"peers": wrong})
+    assert "| wrong gradient, off by 0.3 |" in page.text({"peers": wrong}, {})
     assert page.figure({"peers": tiny}).axes
+
+
+def test_gains_are_measured_one_by_one():
+    """Every change still finds what it is to change, and all variants give the gradient."""
+    found = ablation.case(Problem("tiny", 2, of=("x", "weights")), "cpu", rounds=1)
+    assert set(found["gains"]) == {name for name, (_, where) in ablation.WITHOUT.items() if "cpu" in where}
+    assert all(gain > 0 for gain in found["gains"].values()) and found["largest_difference"] < 1e-9
+    assert found["gains"]["traced"] > 1  # by far the largest

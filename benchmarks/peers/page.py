@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ COLOURS = {
     "optimistix": "#64b5cd",
     "untraced": "#8c8c8c",
 }
+SCALE = Path(__file__).parent.parent.parent / "experiments" / "results" / "scale.jsonl"
 WHERE = {"peers": "CPU, one thread", "peers_gpu": "H200"}
 
 
@@ -33,11 +35,12 @@ def update(results: dict[str, Any], docs: Path) -> None:
     """Write the page and its figure, where there are results."""
     found = {name: results[name] for name in WHERE if name in results}
     if found:
-        (docs / "performance.md").write_text(text(found))
+        (docs / "performance.md").write_text(text(found, results))
         figure(found).savefig(docs / "performance.svg", metadata={"Date": None})
 
 
-def text(results: dict[str, Any]) -> str:
+def text(results: dict[str, Any], others: dict[str, Any]) -> str:
+    """The page, from the comparisons and from what else was measured."""
     parts = "\n\n".join(_part(name, found) for name, found in results.items())
     return f"""# Performance
 
@@ -59,12 +62,22 @@ not.
 A layer in a training loop solves with the Jacobian of the same function again and again. What is asked for more than ten times
 is traced (`torchdil.traced`), and from then on products are made by what is left of the trace.
 
-{_tried(results)}
+{_tried(others)}
 
-A trace is never trusted. F by the trace is compared with F, which was evaluated anyway; the solution of the linear system is
-checked by one product of autograd; if either does not fit (the function reads a number that cannot be seen, or takes another
-branch), the trace is given up and the system is solved again. `torch.use_deterministic_algorithms(True)`, or a linear solver
+All of it together, the backward pass not traced over traced: {_gain(results)}, each problem in the column "not traced".
+
+What a function reads, its tensors, numbers, code and classes, is looked at in every call, and a change of anything but the
+tensors is another trace. That leaves what cannot be seen, a number in a file for example. So F by the trace is compared with F,
+which was evaluated anyway, at every solve; and the solution of the linear system is checked by one product of autograd at the
+first three solves with a trace and at every tenth. If either does not fit, the trace is given up and the system is solved
+again; where solves before this one were not checked, a warning says so. `torch.use_deterministic_algorithms(True)`, or a linear solver
 with `product="backward"`, keeps a layer from being traced: rounding then does not depend on how often it was called before.
+
+## Growth
+
+{_growth()}
+
+Of one backward pass by CG, the number of steps being nearly the same at all sizes ([Scale](scale.md) has all of them).
 
 ## Where it falls short
 
@@ -74,36 +87,85 @@ Other comparisons: [neural ODEs](ode-speed.md) with torchdiffeq and diffrax, [Ri
 """
 
 
-# What was tried: its gain as predicted (prototypes, the whole backward pass), and why it was not kept if it was not.
+# What was tried: its name in the results of `ablation`, its gain as predicted, and why it was not kept if it was not.
 _TRIED = (
-    ("the product p ↦ J p traced; what does not depend on p computed once a point", "3.3 to 4.7; convolutions on a GPU 57", ""),
-    ("what is left simplified: a chain or sum of elementwise products is one, its coefficient computed once", "-", ""),
-    ("gᵀ ∂F/∂θ traced along with it; sums of matrix products made in one place", "-", ""),
     (
-        "the trace kept under the code, numbers and shapes that the function reads, its tensors as inputs",
-        "all of the tracing",
+        "the product p ↦ J p traced; what does not depend on p once a point",
+        "traced",
+        "3.3 to 4.7; convolutions, GPU 57",
         "",
     ),
-    ("all columns of J as one batched product of the trace, up to 128 unknowns", "-", ""),
-    ("the traced operations as TorchScript on a CPU", "2.2 to 2.8", ""),
-    ("as CUDA graphs on a GPU, five steps of CG a graph, convergence tested once a graph", "4", ""),
-    ("α, β and ‖r‖ of one problem as numbers of Python, not as tensors of one", "-", ""),
-    ("for batches on a CPU CG in place of the direct solve from 2¹⁴ numbers in J on, 2¹⁸ before", "-", ""),
-    ("inner products of GMRES with its basis as x Vᵀ and not as V x: another routine of the BLAS", "-", ""),
-    ("the probe for negative curvature stopped at a residual of 0.01 / √n", "-", ""),
-    ("`torch.compile` of product and updates", "1.4 on a GPU", "not tried: slow to compile, and the rest is launches"),
-    ("pipelined CG, one reduction a step", "-", "not tried: on one device a reduction is no message"),
+    ("the trace kept under code, numbers and shapes, its tensors as inputs", "", "the 0.1 s of tracing, each time", ""),
+    (
+        "what is left simplified: chains and sums of elementwise products are one, their coefficient once",
+        "simplified",
+        "-",
+        "",
+    ),
+    ("gᵀ ∂F/∂θ traced along with it", "pulled", "-", ""),
+    ("all columns of J as one batched product, up to 128 unknowns", "columns", "-", ""),
+    ("the traced operations compiled: TorchScript on a CPU, CUDA graphs on a GPU", "compiled", "2.2 to 2.8; on a GPU 4", ""),
+    ("the whole solve and gᵀ ∂F/∂θ as one function: one launch, one look at its result", "at once", "-", ""),
+    ("a trace checked by autograd at every tenth solve, by its own products in between", "checked now and then", "-", ""),
+    ("numbers of a step of CG in three kernels in place of thirty (GPU)", "fused", "-", ""),
+    ("numbers of a step of CG as numbers of Python, for one problem on a CPU", "numbers", "-", ""),
+    ("batches on a CPU by CG, and not directly, from 2¹⁴ numbers in J on", "few direct", "-", ""),
+    ("inner products of GMRES with its basis as x Vᵀ and not as V x", "rows", "-", ""),
+    (
+        "`torch.compile` of product and updates",
+        "",
+        "1.4 on a GPU",
+        "not tried: slow to compile, and one launch is left",
+    ),
+    ("pipelined CG, one reduction a step", "", "-", "not tried: on one device a reduction is no message"),
 )
 
 
-def _tried(results: dict[str, Any]) -> str:
-    rows = [[what, predicted, f"no, {why}" if why else "yes"] for what, predicted, why in _TRIED]
+def _tried(ablation: dict[str, Any]) -> str:
+    rows = [[what, predicted, _gains(name, ablation), f"no, {why}" if why else "yes"] for what, name, predicted, why in _TRIED]
     return (
-        tables.markdown(["what", "predicted gain", "kept"], rows)
-        + f"""
+        tables.markdown(["what", "predicted gain", "measured gain", "kept"], rows)
+        + """
 
-Measured together, the backward pass traced over not traced: {_gain(results)}, each problem in the column "not traced"."""
+*Measured gain*: the backward pass without it over the backward pass with it, everything else being there, on the problems where
+it makes a difference of 3 % or more (`make bench ARGS="--only ablation"`); "-": measured nowhere, or nowhere that much."""
     )
+
+
+def _gains(name: str, ablation: dict[str, Any]) -> str:
+    """On how many problems it pays, and how much."""
+    spans = []
+    for results, where in (("ablation", "CPU"), ("ablation_gpu", "H200")):
+        cases = ablation.get(results, {"cases": []})["cases"]
+        gains = [one["gains"][name] for one in cases if name in one["gains"]]
+        if felt := [gain for gain in gains if abs(gain - 1) >= 0.03]:
+            span = f"{min(felt):.2g}" + (f" to {max(felt):.2g}" if len(felt) > 1 else "")
+            spans.append(f"{span} ({where}, {len(felt)} of {len(gains)} problems)")
+    return "; ".join(spans) or "-"
+
+
+def _growth() -> str:
+    """Exponents of time a step and memory over D_y, from the records of the experiment `scale`."""
+    rows = []
+    for line in SCALE.read_text().splitlines():
+        record = json.loads(line)
+        config = record["config"]
+        if config["sweep"] == "parameters":
+            continue
+        largest = 10**7 if config["device"] == "cuda" else 10**6
+        found = {
+            point["unknowns"]: point["cg"] for point in record["metrics"]["cells"] if point["unknowns"] in (10**4, largest)
+        }
+        if len(found) < 2:
+            continue
+        first, last = found[10**4], found[largest]
+        decades = math.log10(largest) - 4
+        time = math.log10(last["seconds"] / last["steps"] / (first["seconds"] / first["steps"])) / decades
+        memory = math.log10(last["peak"] / first["peak"]) / decades
+        where = "H200" if config["device"] == "cuda" else "CPU, one thread"
+        what = "10⁴ parameters" if config["sweep"] == "unknowns" else "ten parameters for each unknown"
+        rows.append([where, what, f"10⁴ to 10{'⁷' if largest == 10**7 else '⁶'}", f"{time:.2f}", f"{memory:.2f}"])
+    return tables.markdown(["where", "layer", "D_y", "time a step ~ D_y^", "memory ~ D_y^"], rows)
 
 
 def _origin(results: dict[str, Any]) -> str:
@@ -232,27 +294,53 @@ def _short(results: dict[str, Any]) -> str:
         "*At the limit*: what the ratio would be if the backward pass took no longer than its products. A goal beyond that "
         "is out of reach with the products of torch on that machine. On the CPU most of these are products of a large matrix "
         "and one vector, which the BLAS of torch makes more slowly than that of JAX; a gradient as large as such a matrix also "
-        "costs fresh memory, as much as several products."
+        "costs fresh memory, as much as several products; and for few unknowns a call of Python costs more than a compiled "
+        "solve. On the GPU a solve is one launch, but of some twenty kernels a step, where XLA makes a few."
     )
     return "\n\n".join(blocks)
 
 
 def figure(results: dict[str, Any]) -> Any:
-    """Ratios against the number of unknowns, all problems."""
+    """For each device: ratios of all problems, and the time of the energy against its unknowns."""
     from matplotlib.figure import Figure
 
-    drawing = Figure(figsize=(9, 4.2 * len(results)), layout="constrained")
-    for ax, (name, found) in zip(drawing.subplots(len(results), 1, squeeze=False)[:, 0], results.items(), strict=True):
+    drawing = Figure(figsize=(12, 4.4 * len(results)), layout="constrained")
+    axes = drawing.subplots(len(results), 2, squeeze=False, width_ratios=(3, 2))
+    for (left, right), (name, found) in zip(axes, results.items(), strict=True):
         labels = [one["label"] for one in found["cases"]]
         for system, colour in COLOURS.items():
             points = [(i, one["ratios"][system]["backward"]) for i, one in enumerate(found["cases"]) if system in one["ratios"]]
             if points:
-                ax.plot(*zip(*points, strict=True), "o", color=colour, label=NAMES[system], markersize=7)
-        ax.axhline(1, color="#555555", linewidth=1)
-        ax.set_yscale("log")
-        ax.set_xticks(range(len(labels)), labels, rotation=25, ha="right")
-        ax.set_ylabel("time over torchdil's")
-        ax.set_title(f"Backward pass, {WHERE[name]}: above the line torchdil is faster", fontsize=11)
-        ax.grid(axis="y", alpha=0.3)
-        ax.legend(ncols=3, fontsize=9)
+                left.plot(*zip(*points, strict=True), "o", color=colour, label=NAMES[system], markersize=7)
+        left.axhline(1, color="#555555", linewidth=1)
+        left.set_yscale("log")
+        left.set_xticks(range(len(labels)), labels, rotation=25, ha="right")
+        left.set_ylabel("time over torchdil's")
+        left.set_title(f"Backward pass, {WHERE[name]}: above the line torchdil is faster", fontsize=11)
+        left.grid(axis="y", alpha=0.3)
+        left.legend(ncols=3, fontsize=8)
+        single = [one for one in found["cases"] if one["problem"]["name"] == "energy" and not one["problem"]["samples"]]
+        if single:
+            _against_unknowns(right, single)
     return drawing
+
+
+def _against_unknowns(ax: Any, cases: list[dict[str, Any]]) -> None:
+    """Times of the backward pass, and of its products alone, over that of torchdil with the fewest unknowns."""
+    unit = cases[0]["systems"][OURS]["backward"]["median"]
+    for system, colour in (COLOURS | {OURS: "#000000"}).items():
+        there = [one for one in cases if "backward" in one["systems"].get(system, {})]
+        times = [one["systems"][system]["backward"]["median"] / unit for one in there]
+        if there:
+            ax.plot([one["problem"]["unknowns"] for one in there], times, "o-", color=colour, markersize=4, linewidth=1.2)
+    krylov = [one for one in cases if not _direct(one)]
+    limits = [one["limit"]["median"] / unit for one in krylov]
+    ax.plot([one["problem"]["unknowns"] for one in krylov], limits, "k:", label="limit: steps x product")
+    ax.plot([], [], "ko-", markersize=4, linewidth=1.2, label="torchdil")
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlabel("unknowns of the energy")
+    ax.set_ylabel(f"time over torchdil's at {cases[0]['problem']['unknowns']}")
+    ax.set_title("Time against the number of unknowns", fontsize=11)
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=8)

@@ -1,0 +1,118 @@
+"""What each of the things that make torchdil fast is worth: the backward pass without it over the backward pass with it.
+
+All variants run in one process and take turns, each with traces of its own. `benchmarks/results/ablation.json`, or `_gpu`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.machine import machine
+from benchmarks.peers import system_torchdil
+from benchmarks.peers.compare import RESULTS, solved
+from benchmarks.peers.problems import Problem, problems
+from benchmarks.timing import one_core
+from torchdil import batch, linearize, traced
+from torchdil.implicit import Condition
+from torchdil.linear import auto, cg
+
+WARM_UP = 26  # calls until all that is compiled is compiled
+ROUNDS, SECONDS = 7, 0.15
+
+
+def _never(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _plain(function: Any, tensors: Any, saved: Any) -> Any:
+    return function
+
+
+def _steps(count: int, system: Any, state: Any, tolerance: Tensor, F: Tensor) -> tuple[Any, Tensor]:
+    """CG's steps, one operation after the other."""
+    notes = []
+    for _ in range(count):
+        state, moved, rr, note = cg._descend(cg._Many, system, state, tolerance, F)
+        state, beta = cg._turn(cg._Many, state, moved, state.r, rr, None)
+        notes.append(torch.stack((*note, beta)))
+    return state, torch.stack(notes)
+
+
+def _rows(A: Tensor, x: Tensor) -> Tensor:
+    return torch.bmm(A, x.unsqueeze(2)).squeeze(2)
+
+
+def _one_by_one(self: Any, vectors: Tensor) -> Tensor:
+    return torch.stack([self.product(v) for v in vectors])
+
+
+# Name -> how to do without it, and on which device it matters.
+WITHOUT: dict[str, tuple[list[Any], tuple[str, ...]]] = {
+    "traced": ([patch.object(traced, "_PATIENCE", 10**9)], ("cpu", "cuda")),
+    "simplified": ([patch.object(linearize._Part, name, _never) for name in ("sum", "scaled", "turned")], ("cpu", "cuda")),
+    "pulled": ([patch.object(traced.Source, "pulls", PropertyMock(return_value=False))], ("cpu", "cuda")),
+    "columns": (
+        [patch.object(traced.TracedJacobian, "rows", _one_by_one), patch.object(Condition, "solve_at_once", _never)],
+        ("cpu", "cuda"),
+    ),
+    "compiled": ([patch.object(traced, "_fast", _plain)], ("cpu", "cuda")),
+    "at once": ([patch.object(Condition, "solve_at_once", _never)], ("cpu", "cuda")),
+    "checked now and then": ([patch.object(traced, "_CHECKED_EVERY", 1)], ("cpu", "cuda")),
+    "numbers": ([patch.object(cg, "_One", cg._Many)], ("cpu",)),
+    "fused": ([patch.object(cg, "fused_steps", _steps)], ("cuda",)),
+    "few direct": ([patch.object(auto, "_DENSE_BESIDE_CG", 2**18)], ("cpu",)),
+    "rows": ([patch.object(batch, "rows", _rows)], ("cpu",)),
+}
+
+
+def case(problem: Problem, device: str, rounds: int = ROUNDS) -> dict[str, Any]:
+    """One problem with everything, and without each; how far the gradients differ, relative."""
+    found = solved(problem, device)
+    names = ["all", *(name for name, (_, where) in WITHOUT.items() if device in where)]
+    calls = {name: system_torchdil.calls(problem, found, device) for name in names}
+    memories: dict[str, dict[Any, Any]] = {name: {} for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+
+    def turn(name: str, count: int) -> list[float]:
+        with ExitStack() as stack:
+            for change in [patch.object(traced, "_memories", memories[name]), *(WITHOUT[name][0] if name in WITHOUT else [])]:
+                stack.enter_context(change)
+            return [calls[name]()[1] for _ in range(count)]
+
+    counts = {}
+    for name in names:
+        seconds = statistics.median(turn(name, WARM_UP)[-5:])
+        counts[name] = max(1, min(100, round(SECONDS / max(seconds, 1e-5))))
+    for _ in range(rounds):
+        for name in names:
+            times[name] += turn(name, counts[name] + 1)[1:]
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    exact = calls["all"].gradient()
+    differences = [np.linalg.norm(calls[name].gradient() - exact) / np.linalg.norm(exact) for name in names]
+    return {
+        "label": problem.label,
+        "gains": {name: round(medians[name] / medians["all"], 3) for name in names[1:]},
+        "largest_difference": float(f"{max(differences):.2g}"),
+    }
+
+
+def run(device: str, only: str | None = None) -> None:
+    """All problems; written after each."""
+    path = Path(RESULTS / ("ablation_gpu.json" if device == "cuda" else "ablation.json"))
+    results: dict[str, Any] = {"machine": machine() | {"device": device}, "cases": []}
+    with one_core(device):
+        for problem in problems(device):
+            if only is None or only in problem.label:
+                results["cases"].append(case(problem, device))
+                print(problem.label, results["cases"][-1]["gains"], file=sys.stderr, flush=True)
+                path.write_text(json.dumps(results, indent=2) + "\n")
