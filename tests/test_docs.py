@@ -27,7 +27,6 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PEERS = {
-    "torchdiffeq": "",
     "TorchOpt": "TORCHDIL_TORCH_PEERS",
     "TorchDEQ": "TORCHDIL_TORCH_PEERS",
     "JAXopt": "TORCHDIL_JAX_PEERS",
@@ -41,13 +40,17 @@ def blocks(page):
     return re.findall(r"```python(?: title=[^\n]*)?\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-def test_code_runs(page, capsys):
+@pytest.fixture
+def default_dtype():
+    """What a block may change."""
     dtype = torch.get_default_dtype()
-    try:
-        exec("\n".join(blocks(page)), {"__name__": "example"})
-    finally:
-        torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(dtype)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_code_runs(page, capsys, default_dtype):
+    exec("\n".join(blocks(page)), {"__name__": "example"})
     # What a page shows as printed was printed, but for the numbers, which rounding may change.
     printed = NUMBER.sub("#", capsys.readouterr().out)
     for shown in re.findall(r"```text\n(.*?)```", page.read_text(), flags=re.DOTALL):
@@ -104,25 +107,34 @@ def well_formed(address):
     return parts.scheme == "https" and re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", parts.netloc) is not None
 
 
-@pytest.mark.parametrize(("peer", "variable"), PEERS.items())
-def test_code_of_other_libraries_runs(peer, variable):
+def blocks_of(peer):
     found = re.findall(rf'```py title="{peer}"\n(.*?)```', (ROOT / "docs" / "coming-from.md").read_text(), flags=re.DOTALL)
     assert found and all("assert" in block for block in found)
-    if not variable:
-        pytest.importorskip(peer)
-    elif variable not in os.environ:
+    return found
+
+
+def test_code_of_torchdiffeq_runs(default_dtype):
+    pytest.importorskip("torchdiffeq")
+    for block in blocks_of("torchdiffeq"):
+        exec(block, {"__name__": "example"})
+
+
+@pytest.mark.parametrize(("peer", "variable"), PEERS.items())
+def test_code_of_other_libraries_runs(peer, variable):
+    found = blocks_of(peer)
+    if variable not in os.environ:
         pytest.skip(f"{variable} names no Python that has {peer}")
-    python = os.environ[variable] if variable else sys.executable
     for block in found:
-        run = subprocess.run([python, "-W", "ignore", "-c", block], capture_output=True, text=True)
+        run = subprocess.run([os.environ[variable], "-W", "ignore", "-c", block], capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
 
 
 def test_no_block_of_code_is_left_out():
     """Python that is neither run nor another library's is a mistake in the fence."""
+    theirs = {f'py title="{peer}"' for peer in ("torchdiffeq", *PEERS)}
     for page in PAGES:
         for fence in re.findall(r"^```(\S.*)$", page.read_text(), flags=re.MULTILINE):
-            known = {"python", "text", "console", "diff", 'python title="torchdil"'} | {f'py title="{peer}"' for peer in PEERS}
+            known = {"python", 'python title="torchdil"', "text", "console", "diff"} | theirs
             assert fence in known, f"{page.name}: {fence}"
 
 
@@ -161,7 +173,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     # A proxy that nobody answers: whatever looks for the network fails.
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     run = subprocess.run(build, cwd=ROOT, env={**os.environ, **nowhere}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return folder
