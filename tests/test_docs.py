@@ -202,6 +202,11 @@ def test_the_site_loads_nothing_from_elsewhere(site):
         assert not re.search(r"@import|url\(\s*[\"']?(https?:)?//", style.read_text()), style.name
 
 
+def test_examples_of_the_reference_are_code(site):
+    page = (site / "api.html").read_text()
+    assert page.count(">&gt;&gt;&gt; <") > 40 and "<blockquote>" not in page  # what `>>>` is in Markdown
+
+
 def test_formulas_are_drawn(site):
     source = (ROOT / "docs" / "mathematics.md").read_text()
     written = len(
