@@ -189,10 +189,21 @@ A pole hangs from a cart, and forces on the cart are to swing it up and hold it 
 it by planning, and only the states that it visits are seen, not its controls. From these the learner finds a dynamics network
 and a target state, so that *planning* with them does what the expert does:
 
-```py
-mpc = dil.control.MPC(model, cost, horizon=10, control_dim=1, bounds=(-1.0, 1.0), solver=dil.RandomShooting())
-loss = model.error(x, mpc(x)[:, 0], x_next)  # of the next state, by the first control of the plan
+```python
+import torch
+from torch import nn
+import torchdil as dil
+
+net, target = nn.Linear(5, 4), nn.Parameter(torch.zeros(4))  # what is learned: dynamics and target
+model = lambda x, u: x + net(torch.cat((x, u), dim=-1))
+cost = lambda x, u: (x - target).square().sum(-1)
+shooting = dil.RandomShooting()  # drawn plans are not stationary, and that is meant
+mpc = dil.control.MPC(model, cost, horizon=10, control_dim=1, bounds=(-1.0, 1.0), solver=shooting, on_failure="ignore")
+
+x, x_next = torch.randn(2, 8, 4)  # the expert's states
+loss = (model(x, mpc(x)[:, 0]) - x_next).square().mean()  # of the next state, by the first control of the plan
 loss.backward()  # reaches the target inside cost, through the argmin
+assert target.grad is not None
 ```
 
 This is the paper's Algorithm 2 (MPC_IFT). Behavioural cloning (BC) learns a policy network in place of the target, with as many

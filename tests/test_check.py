@@ -105,6 +105,22 @@ def test_what_each_solve_adds_is_what_was_planted():
         assert check.errors[name] == pytest.approx(by_hand, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("settings", "blame", "advice"),
+    [
+        ({"solver": dil.GradientDescent(atol=0.3)}, "forward solve", "lower atol of GradientDescent from 3e-01 to "),
+        ({"linear_solver": dil.CG(atol=0.3)}, "backward solve", "lower atol of CG from 3e-01 to "),
+    ],
+)
+def test_the_tolerance_that_was_met_is_the_one_to_change(settings, blame, advice):
+    check = dil.check_gradient(argmin_layer(**settings), X)
+    assert check.blame == blame and advice in check.advice
+    atol = float(check.advice.split(" to ")[1].split(",")[0])
+    (part,) = settings
+    mended = dil.check_gradient(argmin_layer(**{part: type(settings[part])(atol=0.5 * atol)}), X)
+    assert mended.errors[blame] < mended.rtol
+
+
 def test_following_the_advice_mends_the_gradient():
     check = dil.check_gradient(argmin_layer(solver=dil.LBFGS(rtol=0.1)), X)
     rtol = float(check.advice.split(" to ")[1].split(",")[0])

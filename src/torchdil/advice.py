@@ -26,6 +26,10 @@ def _residual(stats: Stats) -> float:
     return float(stats.residual.reshape(-1)[worst_sample(stats)])
 
 
+def _tolerance(stats: Stats) -> float:
+    return float(stats.tolerance.reshape(-1)[worst_sample(stats)])
+
+
 def mend(phase: str, setting: Setting, outcome: Outcome | None, factor: float) -> str:
     """What to change in a solve so that its part of the error falls by `factor`."""
     if outcome is None:
@@ -44,7 +48,9 @@ def _forward_advice(setting: Setting, outcome: Outcome, factor: float) -> str:
         return f"give {name} a polish, such as polish=LBFGS(), so that {fall}"
     if status == Status.max_steps:
         return f"raise max_steps of {name}, now {solver.max_steps}, so that {fall}"
-    tolerance = float(stats.tolerance.reshape(-1)[worst_sample(stats)])
+    tolerance = _tolerance(stats)
+    if status == Status.converged and 0 < tolerance <= solver.atol:
+        return f"lower atol of {name} from {solver.atol:.0e} to {factor * _residual(stats):.0e}, so that {fall}"
     if status == Status.converged and tolerance > 0:
         rtol = solver.accepted(stats.residual.dtype)
         relative = rtol * _residual(stats) / tolerance
@@ -60,6 +66,8 @@ def _backward_advice(setting: Setting, outcome: Outcome, factor: float) -> str:
         return f"{name} approximates on purpose: use Auto() or {'CG()' if setting.is_symmetric else 'GMRES()'}"
     if status == Status.converged and solver.damping:
         return f"lower damping of {name}, now {solver.damping:.0e}, to {factor * solver.damping:.0e} or to 0"
+    if status == Status.converged and 0 < _tolerance(stats) <= solver.atol:
+        return f"lower atol of {name} from {solver.atol:.0e} to {factor * _residual(stats):.0e}"
     if status == Status.converged:
         rtol = batch.default_rtol(stats.residual.dtype) if solver.rtol is None else solver.rtol
         return f"tighten rtol of {name} from {rtol:.0e} to {factor * rtol:.0e}"
