@@ -1,0 +1,163 @@
+"""From a script in cells (`# %%` code, `# %% [markdown]` text) to a page, its figures and a notebook.
+
+The cells of a script are run one after another in one namespace; what a cell prints, and the figures that it shows by
+`plt.show()`, stand below it. Page and notebook are made from the same cells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from matplotlib import pyplot as plt
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "tutorials"
+# In the order of the pages.
+SCRIPTS = ("kepler", "robertson", "digits", "hyperparameters", "mpc", "lqr", "denoising")
+MARK = "# %%"
+# Okabe and Ito's colours, which the colour-blind tell apart; the same file for the same figure.
+STYLE = {
+    "axes.prop_cycle": matplotlib.cycler(color=["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]),
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "figure.constrained_layout.use": True,
+    "svg.hashsalt": "torchdil",
+}
+
+
+@dataclass
+class Cell:
+    """A cell, and what came of it.
+
+    Attributes:
+        source: code, or text without its comment signs.
+        code: which of the two it is.
+        line: where in the script its source begins, from 0.
+        printed: what it printed.
+        figures: (title, SVG) of each that it showed.
+    """
+
+    source: str
+    code: bool
+    line: int
+    printed: str = ""
+    figures: list[tuple[str, str]] = field(default_factory=list)
+
+
+def cells(text: str) -> list[Cell]:
+    """The cells of a script."""
+    found: list[Cell] = []
+    lines = text.splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith(MARK)]
+    if not starts or starts[0] != 0:
+        raise ValueError(f"A tutorial must begin with a line that starts with {MARK!r}.")
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        code = "[markdown]" not in lines[start]
+        body = lines[start + 1 : end]
+        source = "\n".join(body if code else [line.removeprefix("#").removeprefix(" ") for line in body])
+        found.append(Cell(source.strip("\n"), code, start + 1 + next((i for i, line in enumerate(body) if line), 0)))
+    return found
+
+
+def run(name: str) -> list[Cell]:
+    """The cells of a tutorial, run."""
+    path = ROOT / "tutorials" / f"{name}.py"
+    done = cells(path.read_text())
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    dtype, show = torch.get_default_dtype(), plt.show
+    with matplotlib.rc_context({**STYLE, "backend": "agg"}):
+        try:
+            for cell in done:
+                if not cell.code:
+                    continue
+                plt.show = lambda cell=cell: cell.figures.extend(map(_svg, map(plt.figure, plt.get_fignums())))
+                printed = io.StringIO()
+                # Empty lines before it, so that an error names the line of the script.
+                with contextlib.redirect_stdout(printed):
+                    exec(compile("\n" * cell.line + cell.source, str(path), "exec"), namespace)
+                cell.printed = printed.getvalue()
+        finally:
+            plt.show = show
+            plt.close("all")
+            torch.set_default_dtype(dtype)
+    return done
+
+
+def _svg(figure: Any) -> tuple[str, str]:
+    """The title and the text of a figure, which is closed."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    title = figure.get_suptitle() or next(title for axis in figure.axes if (title := axis.get_title()))
+    text = buffer.getvalue()
+    return title, "\n".join(line.rstrip() for line in text[text.index("<svg") :].splitlines()) + "\n"
+
+
+def page(name: str, done: list[Cell]) -> str:
+    """The tutorial as Markdown."""
+    parts, number = [], 0
+    for cell in done:
+        parts.append(f"```python\n{cell.source}\n```" if cell.code else cell.source)
+        if cell is done[0]:
+            parts.append(f"Run it: `python tutorials/{name}.py`, or as a [notebook]({name}.ipynb).")
+        if cell.printed.strip():
+            parts.append(f"```text\n{cell.printed.rstrip()}\n```")
+        for title, _ in cell.figures:
+            number += 1
+            parts.append(f"![{title}]({name}-{number}.svg)")
+    return "\n\n".join(parts) + "\n"
+
+
+def notebook(done: list[Cell]) -> dict[str, Any]:
+    """The tutorial as a notebook with its output, format 4.5."""
+    found: list[dict[str, Any]] = []
+    count = 0
+    for number, cell in enumerate(done):
+        entry: dict[str, Any] = {"id": f"cell-{number}", "metadata": {}, "source": cell.source.splitlines(keepends=True)}
+        if not cell.code:
+            found.append({"cell_type": "markdown", **entry})
+            continue
+        count += 1
+        outputs: list[dict[str, Any]] = []
+        if cell.printed:
+            outputs.append({"name": "stdout", "output_type": "stream", "text": cell.printed.splitlines(keepends=True)})
+        for title, svg in cell.figures:
+            data = {"image/svg+xml": svg.splitlines(keepends=True), "text/plain": [title]}
+            outputs.append({"data": data, "metadata": {}, "output_type": "display_data"})
+        found.append({"cell_type": "code", "execution_count": count, **entry, "outputs": outputs})
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    return {"cells": found, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+
+
+def read(book: dict[str, Any]) -> list[Cell]:
+    """The cells of a notebook that `notebook` made."""
+    found = []
+    for entry in book["cells"]:
+        cell = Cell("".join(entry["source"]), entry["cell_type"] == "code", 0)
+        for output in entry.get("outputs", []):
+            if output["output_type"] == "stream":
+                cell.printed = "".join(output["text"])
+            else:
+                data = output["data"]
+                cell.figures.append(("".join(data["text/plain"]), "".join(data["image/svg+xml"])))
+        found.append(cell)
+    return found
+
+
+def write(name: str, done: list[Cell], folder: Path) -> None:
+    """Page, figures and notebook; figures of an earlier run that are no more are removed."""
+    for old in folder.glob(f"{name}-*.svg"):
+        old.unlink()
+    (folder / f"{name}.md").write_text(page(name, done))
+    for number, (_, svg) in enumerate((figure for cell in done for figure in cell.figures), start=1):
+        (folder / f"{name}-{number}.svg").write_text(svg)
+    (folder / f"{name}.ipynb").write_text(json.dumps(notebook(done), indent=1, ensure_ascii=False) + "\n")
