@@ -107,7 +107,10 @@ for _ in range(21):
 for name, k in (("all examples alike", 0), ("learned weights", -1)):
     print(f"{name:18}  validation loss {history[k][0]:.3f}, test loss {history[k][1]:.3f}")
 low = v.detach() < 0
-print(f"{int(low.sum())} examples have lost weight: {(wrong & low).sum() / wrong.sum():.0%} of the wrong labels are among them,", end=" ")
+print(
+    f"{int(low.sum())} examples have lost weight: {(wrong & low).sum() / wrong.sum():.0%} of the wrong labels are among them,",
+    end=" ",
+)
 print(f"and {(~wrong & low).sum() / (~wrong).sum():.0%} of the right ones")
 assert history[-1][1] < 0.6 * history[0][1]
 assert (wrong & low).sum() > 0.8 * wrong.sum() and (~wrong & low).sum() < 0.25 * (~wrong).sum()
@@ -118,7 +121,9 @@ left.plot(history, label=("validation", "test"))
 left.set(title="Loss while the examples are weighed", xlabel="step", ylim=(0, None))
 left.legend()
 bins = torch.linspace(0, 1, 21)
-right.hist([v.detach()[~wrong].sigmoid(), v.detach()[wrong].sigmoid()], bins, stacked=True, label=["right label", "wrong label"])
+right.hist(
+    [v.detach()[~wrong].sigmoid(), v.detach()[wrong].sigmoid()], bins, stacked=True, label=["right label", "wrong label"]
+)
 right.set(title="The learned weights", xlabel="weight", ylabel="examples")
 right.legend()
 plt.show()
