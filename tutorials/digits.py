@@ -1,10 +1,10 @@
 # %% [markdown]
 # # A deep equilibrium classifier
 #
-# A deep network applies one layer after another. If all layers are the same one, `y ← g(y, x)`, and there are many, y comes to rest: then
-# `y = g(y, x)`, a *fixed point*. A deep equilibrium model (DEQ) has that as its definition. It is one layer with the depth of infinitely many; a
-# solver finds y in as few steps as it can, and the backward pass needs only y, not the way there. Here such a layer learns to read
-# handwritten digits.
+# A deep network applies one layer after another. If all layers are the same one, `y ← g(y, x)`, and there are
+# many, y comes to rest: then `y = g(y, x)`, a *fixed point*. A deep equilibrium model (DEQ) has that as its
+# definition. It is one layer with the depth of infinitely many; a solver finds y in as few steps as it can,
+# and the backward pass needs only y, not the way there. Here such a layer learns to read handwritten digits.
 
 # %%
 import matplotlib.pyplot as plt
@@ -21,7 +21,8 @@ torch.manual_seed(0)
 # %% [markdown]
 # ## Data, and a baseline
 #
-# scikit-learn has 1797 images of 8 x 8 pixels. Logistic regression shows what a model without hidden layers reaches.
+# scikit-learn has 1797 images of 8 x 8 pixels. Logistic regression shows what a model without hidden layers
+# reaches.
 
 # %%
 pixels, labels = load_digits(return_X_y=True)
@@ -34,10 +35,11 @@ print(f"{len(X)} images to learn from, {len(X_test)} to test; logistic regressio
 # %% [markdown]
 # ## The layer
 #
-# `g(y, x) = tanh(W y + U x + b)`, with 96 unknowns y for each image. Not every W will do. Where g stretches distances there may be several fixed
-# points, or none that a solver finds. Where it shrinks them by a factor below 1 there is exactly one, and every start leads there. tanh never
-# stretches; W shrinks if the absolute values in each of its rows add up to less than 1. So we scale the rows that exceed 0.9, and no
-# training can break the layer.
+# `g(y, x) = tanh(W y + U x + b)`, with 96 unknowns y for each image. Not every W will do. Where g stretches
+# distances there may be several fixed points, or none that a solver finds. Where it shrinks them by a factor
+# below 1 there is exactly one, and every start leads there. tanh never stretches; W shrinks if the absolute
+# values in each of its rows add up to less than 1. So we scale the rows that exceed 0.9, and no training can
+# break the layer.
 
 
 # %%
@@ -53,8 +55,9 @@ class Cell(nn.Module):
 
 
 # %% [markdown]
-# `Anderson` is the usual solver for fixed points: it takes the steps `y ← g(y)`, and extrapolates from the last few. The backward solve is by
-# GMRES: products with the Jacobian of g, no matrix. `init=(96,)` starts each image from zero.
+# `Anderson` is the usual solver for fixed points: it takes the steps `y ← g(y)`, and extrapolates from the
+# last few. The backward solve is by GMRES: products with the Jacobian of g, no matrix. `init=(96,)` starts
+# each image from zero.
 
 # %%
 equilibrium = dil.FixedPointLayer(Cell(64, 96), init=(96,), solver=dil.Anderson(), linear_solver=dil.GMRES())
@@ -63,9 +66,9 @@ model = nn.Sequential(equilibrium, nn.Linear(96, 10))
 # %% [markdown]
 # ## Training
 #
-# It is a module like any other. The model trains in float32, where a solve ends at about 10⁻⁵ of the size of y: plenty for a classifier. A
-# little noise on the images keeps it from learning them by heart. We note how many steps the solver takes: a measure of how "deep" the
-# layer is at the time.
+# It is a module like any other. The model trains in float32, where a solve ends at about 10⁻⁵ of the size of
+# y: plenty for a classifier. A little noise on the images keeps it from learning them by heart. We note how
+# many steps the solver takes: a measure of how "deep" the layer is at the time.
 
 # %%
 epochs, accuracies, steps = 12, [], []
@@ -97,9 +100,10 @@ plt.show()
 # %% [markdown]
 # ## What is the backward solve worth?
 #
-# Some train such models without it: `JacobianFree()` takes the gradient as if y had come from one last application of g. That costs nothing, and is
-# wrong by as much as g still depends on y. Between it and the exact gradient lies `Neumann`, the sum of so many applications. Here are their
-# errors in the gradient of the recurrent weights W, for 100 test images, in float64.
+# Some train such models without it: `JacobianFree()` takes the gradient as if y had come from one last
+# application of g. That costs nothing, and is wrong by as much as g still depends on y. Between it and the
+# exact gradient lies `Neumann`, the sum of so many applications. Here are their errors in the gradient of the
+# recurrent weights W, for 100 test images, in float64.
 
 # %%
 model, X_test = model.double(), X_test.double()
@@ -134,6 +138,7 @@ print(verdict)
 assert verdict.ok
 
 # %% [markdown]
-# How to read it. Every image is a problem of its own: `converged 100` says that all were solved, and the steps are those of the easiest and
-# the hardest. The smallest singular value of the Jacobian of `y - g(y, x)` is not near zero, as it must be with a g that shrinks; a training that drives it
-# towards zero shows here first. In the check no suspect adds anything, so the gradient of this model, solver and all, is right.
+# How to read it. Every image is a problem of its own: `converged 100` says that all were solved, and the
+# steps are those of the easiest and the hardest. The smallest singular value of the Jacobian of `y - g(y, x)`
+# is not near zero, as it must be with a g that shrinks; a training that drives it towards zero shows here
+# first. In the check no suspect adds anything, so the gradient of this model, solver and all, is right.

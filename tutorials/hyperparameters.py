@@ -1,9 +1,10 @@
 # %% [markdown]
 # # Hyper-parameters by implicit gradients
 #
-# How strongly should a model be regularised? Which of the training examples should it believe? The usual way is to try values on a grid. That
-# works for one number and is hopeless for two hundred. But trained weights are an argmin, `w(λ) = argmin_w loss(w, λ)`, so they have a derivative by
-# λ, and the loss on validation data can be minimised by gradients like anything else: *bilevel* optimisation. Here it chooses a penalty, and
+# How strongly should a model be regularised? Which of the training examples should it believe? The usual way
+# is to try values on a grid. That works for one number and is hopeless for two hundred. But trained weights
+# are an argmin, `w(λ) = argmin_w loss(w, λ)`, so they have a derivative by λ, and the loss on validation data
+# can be minimised by gradients like anything else: *bilevel* optimisation. Here it chooses a penalty, and
 # then finds the wrong labels in a training set by giving each example a weight of its own.
 
 # %%
@@ -22,8 +23,9 @@ torch.set_default_dtype(torch.float64)
 # %% [markdown]
 # ## Data
 #
-# 569 tumours, 30 measurements each, malignant (0) or benign (1). 200 are for training, 100 for validation and 269 for the test, which nothing
-# else sees. A quarter of the training labels are wrong: we flip them, and tell nobody. A constant behind the features is for the intercept.
+# 569 tumours, 30 measurements each, malignant (0) or benign (1). 200 are for training, 100 for validation and
+# 269 for the test, which nothing else sees. A quarter of the training labels are wrong: we flip them, and
+# tell nobody. A constant behind the features is for the intercept.
 
 # %%
 features, labels = load_breast_cancer(return_X_y=True)
@@ -42,9 +44,10 @@ def loss_on(rows, w):
 # %% [markdown]
 # ## The inner problem is a layer
 #
-# Logistic regression with a penalty exp(λ) on the weights and a weight sigmoid(v_i) for each example. It is convex with one solution, which
-# Newton's method finds in a few steps. Backward, the system with the Hessian is solved by CG, the method for symmetric positive definite matrices.
-# `on_failure="raise"` makes a solve that fails an error: a search that runs unattended should not go on from there. With equal weights, 1/2
+# Logistic regression with a penalty exp(λ) on the weights and a weight sigmoid(v_i) for each example. It is
+# convex with one solution, which Newton's method finds in a few steps. Backward, the system with the Hessian
+# is solved by CG, the method for symmetric positive definite matrices. `on_failure="raise"` makes a solve
+# that fails an error: a search that runs unattended should not go on from there. With equal weights, 1/2
 # each, it is scikit-learn's model with C = 1/(2 exp λ), and must agree with it.
 
 
@@ -67,8 +70,9 @@ assert torch.allclose(w[:-1], torch.as_tensor(reference.coef_[0]), atol=1e-5)
 # %% [markdown]
 # ## One hyper-parameter
 #
-# `trained` is differentiable, so the validation loss is a function of λ with a derivative. With one hyper-parameter a grid can show us the
-# curve; the derivatives by the theorem are drawn as tangents, and compared with finite differences.
+# `trained` is differentiable, so the validation loss is a function of λ with a derivative. With one
+# hyper-parameter a grid can show us the curve; the derivatives by the theorem are drawn as tangents, and
+# compared with finite differences.
 
 # %%
 grid = torch.linspace(-4, 8, 25)
@@ -90,8 +94,9 @@ plt.show()
 # %% [markdown]
 # ## Two hundred
 #
-# Now the weight of each example, with the best penalty of the grid. A step costs one solve forward and one linear solve backward, however many
-# hyper-parameters there are. Validation data can be overfitted, too, the more easily the more is chosen by them: 20 steps, not 200.
+# Now the weight of each example, with the best penalty of the grid. A step costs one solve forward and one
+# linear solve backward, however many hyper-parameters there are. Validation data can be overfitted, too, the
+# more easily the more is chosen by them: 20 steps, not 200.
 
 # %%
 penalty, v = grid[curve.argmin()], torch.zeros(200, requires_grad=True)
@@ -141,7 +146,8 @@ print(verdict)
 assert verdict.ok
 
 # %% [markdown]
-# How to read it. **forward**: Newton's method, a residual far below its tolerance: one more step would change nothing. **backward**: CG needs no more steps
-# than there are unknowns, 31. Its Ritz values are estimates of the smallest and largest eigenvalue of the Hessian: both positive, so w is a
-# minimum, and their quotient, the condition number, says how hard the system was. "of g" is the relative error that the backward solve
+# How to read it. **forward**: Newton's method, a residual far below its tolerance: one more step would change
+# nothing. **backward**: CG needs no more steps than there are unknowns, 31. Its Ritz values are estimates of
+# the smallest and largest eigenvalue of the Hessian: both positive, so w is a minimum, and their quotient,
+# the condition number, says how hard the system was. "of g" is the relative error that the backward solve
 # adds to the gradient.

@@ -6,6 +6,7 @@ The cells of a script are run one after another in one namespace; what a cell pr
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import json
@@ -16,20 +17,21 @@ from typing import Any
 import matplotlib
 import torch
 from matplotlib import pyplot as plt
+from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "tutorials"
 # In the order of the pages.
 SCRIPTS = ("kepler", "robertson", "digits", "hyperparameters", "mpc", "lqr", "denoising")
 MARK = "# %%"
-# Okabe and Ito's colours, which the colour-blind tell apart; the same file for the same figure.
+DPI, COLOURS = 120, 64
+# Okabe and Ito's colours, which the colour-blind tell apart.
 STYLE = {
     "axes.prop_cycle": matplotlib.cycler(color=["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]),
     "axes.grid": True,
     "grid.alpha": 0.3,
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
-    "svg.hashsalt": "torchdil",
 }
 
 
@@ -42,14 +44,14 @@ class Cell:
         code: which of the two it is.
         line: where in the script its source begins, from 0.
         printed: what it printed.
-        figures: (title, SVG) of each that it showed.
+        figures: (title, PNG) of each that it showed.
     """
 
     source: str
     code: bool
     line: int
     printed: str = ""
-    figures: list[tuple[str, str]] = field(default_factory=list)
+    figures: list[tuple[str, bytes]] = field(default_factory=list)
 
 
 def cells(text: str) -> list[Cell]:
@@ -78,7 +80,7 @@ def run(name: str) -> list[Cell]:
             for cell in done:
                 if not cell.code:
                     continue
-                plt.show = lambda cell=cell: cell.figures.extend(map(_svg, map(plt.figure, plt.get_fignums())))
+                plt.show = lambda cell=cell: cell.figures.extend(map(_png, map(plt.figure, plt.get_fignums())))
                 printed = io.StringIO()
                 # Empty lines before it, so that an error names the line of the script.
                 with contextlib.redirect_stdout(printed):
@@ -91,14 +93,15 @@ def run(name: str) -> list[Cell]:
     return done
 
 
-def _svg(figure: Any) -> tuple[str, str]:
-    """The title and the text of a figure, which is closed."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
+def _png(figure: Any) -> tuple[str, bytes]:
+    """The title of a figure and a small file of it; the figure is closed."""
+    drawn, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=DPI)
     plt.close(figure)
+    with Image.open(drawn) as image:
+        image.convert("P", palette=Image.Palette.ADAPTIVE, colors=COLOURS).save(small, "png", optimize=True)
     title = figure.get_suptitle() or next(title for axis in figure.axes if (title := axis.get_title()))
-    text = buffer.getvalue()
-    return title, "\n".join(line.rstrip() for line in text[text.index("<svg") :].splitlines()) + "\n"
+    return title, small.getvalue()
 
 
 def page(name: str, done: list[Cell]) -> str:
@@ -112,7 +115,7 @@ def page(name: str, done: list[Cell]) -> str:
             parts.append(f"```text\n{cell.printed.rstrip()}\n```")
         for title, _ in cell.figures:
             number += 1
-            parts.append(f"![{title}]({name}-{number}.svg)")
+            parts.append(f"![{title}]({name}-{number}.png)")
     return "\n\n".join(parts) + "\n"
 
 
@@ -129,8 +132,8 @@ def notebook(done: list[Cell]) -> dict[str, Any]:
         outputs: list[dict[str, Any]] = []
         if cell.printed:
             outputs.append({"name": "stdout", "output_type": "stream", "text": cell.printed.splitlines(keepends=True)})
-        for title, svg in cell.figures:
-            data = {"image/svg+xml": svg.splitlines(keepends=True), "text/plain": [title]}
+        for title, png in cell.figures:
+            data = {"image/png": base64.b64encode(png).decode(), "text/plain": [title]}
             outputs.append({"data": data, "metadata": {}, "output_type": "display_data"})
         found.append({"cell_type": "code", "execution_count": count, **entry, "outputs": outputs})
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -148,16 +151,16 @@ def read(book: dict[str, Any]) -> list[Cell]:
                 cell.printed = "".join(output["text"])
             else:
                 data = output["data"]
-                cell.figures.append(("".join(data["text/plain"]), "".join(data["image/svg+xml"])))
+                cell.figures.append(("".join(data["text/plain"]), base64.b64decode(data["image/png"])))
         found.append(cell)
     return found
 
 
 def write(name: str, done: list[Cell], folder: Path) -> None:
     """Page, figures and notebook; figures of an earlier run that are no more are removed."""
-    for old in folder.glob(f"{name}-*.svg"):
+    for old in folder.glob(f"{name}-*.png"):
         old.unlink()
     (folder / f"{name}.md").write_text(page(name, done))
-    for number, (_, svg) in enumerate((figure for cell in done for figure in cell.figures), start=1):
-        (folder / f"{name}-{number}.svg").write_text(svg)
+    for number, (_, png) in enumerate((figure for cell in done for figure in cell.figures), start=1):
+        (folder / f"{name}-{number}.png").write_bytes(png)
     (folder / f"{name}.ipynb").write_text(json.dumps(notebook(done), indent=1, ensure_ascii=False) + "\n")

@@ -1,9 +1,10 @@
 # %% [markdown]
 # # A stiff neural ODE from data
 #
-# Robertson's reaction turns A into B slowly, B into C very fast, and B back into A fast. Its rate constants are 0.04, 3·10⁷ and 10⁴: nine
-# orders of magnitude apart. Such an equation is *stiff*, and most solvers for neural ODEs cannot do it at all. Here we learn the three
-# constants from measurements, first seeing what goes wrong with an explicit solver, and why an implicit one does not mind.
+# Robertson's reaction turns A into B slowly, B into C very fast, and B back into A fast. Its rate constants
+# are 0.04, 3·10⁷ and 10⁴: nine orders of magnitude apart. Such an equation is *stiff*, and most solvers for
+# neural ODEs cannot do it at all. Here we learn the three constants from measurements, first seeing what goes
+# wrong with an explicit solver, and why an implicit one does not mind.
 
 # %%
 import matplotlib.pyplot as plt
@@ -19,8 +20,9 @@ torch.set_default_dtype(torch.float64)
 # %% [markdown]
 # ## The field
 #
-# A neural ODE is dy/dt = f(t, y) with an `nn.Module` as f. Ours holds the logarithms of the rates, so that they stay positive and a step of the
-# optimiser changes each by a factor. `y` is of shape (B, 3): the amounts of A, B and C in B experiments.
+# A neural ODE is dy/dt = f(t, y) with an `nn.Module` as f. Ours holds the logarithms of the rates, so that
+# they stay positive and a step of the optimiser changes each by a factor. `y` is of shape (B, 3): the amounts
+# of A, B and C in B experiments.
 
 
 # %%
@@ -41,9 +43,10 @@ y0 = torch.tensor([[1.0, 0.0, 0.0]])
 # %% [markdown]
 # ## Why explicit solvers fail
 #
-# B is used up within 1/2000 of a second of being made: its amount is always next to a balance, and hardly moves. An explicit method computes
-# the next state from the present slope alone. With a step h it multiplies a small distance from the balance by about `1 - h·2000` (or some
-# polynomial in `h·2000`), which *grows* unless h is about 1/1000 or less. RK4 with steps of 1/500:
+# B is used up within 1/2000 of a second of being made: its amount is always next to a balance, and hardly
+# moves. An explicit method computes the next state from the present slope alone. With a step h it multiplies
+# a small distance from the balance by about `1 - h·2000` (or some polynomial in `h·2000`), which *grows*
+# unless h is about 1/1000 or less. RK4 with steps of 1/500:
 
 # %%
 blown_up = dil.ode.solve(
@@ -53,10 +56,11 @@ print(f"status: {dil.Status(blown_up.status.item()).name}; A, B, C at t = 2: {bl
 assert blown_up.status.item() == dil.Status.non_finite
 
 # %% [markdown]
-# (Without `on_failure="ignore"` that is a warning; the state stays at the last one that was finite.) An explicit solver with adaptive
-# steps, here SciPy's RK45, does find the solution, but the balance dictates its step for ever: the work grows with the length of time, though
-# nothing happens any more. An implicit method solves for the next state instead. It is stable with any step, and takes long ones as soon as
-# the solution is smooth. RadauIIA of order 5 is the usual choice for very stiff equations of a few unknowns.
+# (Without `on_failure="ignore"` that is a warning; the state stays at the last one that was finite.) An
+# explicit solver with adaptive steps, here SciPy's RK45, does find the solution, but the balance dictates its
+# step for ever: the work grows with the length of time, though nothing happens any more. An implicit method
+# solves for the next state instead. It is stable with any step, and takes long ones as soon as the solution
+# is smooth. RadauIIA of order 5 is the usual choice for very stiff equations of a few unknowns.
 
 
 # %%
@@ -89,9 +93,10 @@ plt.show()
 # %% [markdown]
 # ## Data
 #
-# Two experiments, one from pure A and one with some C in it, measured at 15 times up to 10⁴, with errors of 2%. The times are far apart at the
-# end: the solver does not mind, since its steps are its own. `NeuralODE` takes each experiment of the batch with steps of its own, too. B is
-# tiny (about 10⁻⁵), hence the small `atol`, and hence errors that are measured relatively in the loss.
+# Two experiments, one from pure A and one with some C in it, measured at 15 times up to 10⁴, with errors of
+# 2%. The times are far apart at the end: the solver does not mind, since its steps are its own. `NeuralODE`
+# takes each experiment of the batch with steps of its own, too. B is tiny (about 10⁻⁵), hence the small
+# `atol`, and hence errors that are measured relatively in the loss.
 
 # %%
 starts = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.0, 0.5]])
@@ -103,8 +108,9 @@ with torch.no_grad():
 # %% [markdown]
 # ## Learning
 #
-# The guess is wrong by factors of 3 to 5. The gradient is exact for the numbers that the solver returned: the implicit function theorem on the
-# whole trajectory, one linear solve backwards through its steps. So L-BFGS, which does not forgive wrong gradients, is at home here.
+# The guess is wrong by factors of 3 to 5. The gradient is exact for the numbers that the solver returned: the
+# implicit function theorem on the whole trajectory, one linear solve backwards through its steps. So L-BFGS,
+# which does not forgive wrong gradients, is at home here.
 
 # %%
 model = Reaction([0.2, 6e6, 3e4])
@@ -148,8 +154,9 @@ plt.show()
 # %% [markdown]
 # ## The gradient report
 #
-# `node.report` is about the last call; here one more evaluation of the loss. The check compares the derivatives by the rates with finite
-# differences. It looks at every number that comes out, so B is divided by its size.
+# `node.report` is about the last call; here one more evaluation of the loss. The check compares the
+# derivatives by the rates with finite differences. It looks at every number that comes out, so B is divided
+# by its size.
 
 # %%
 loss()
@@ -162,10 +169,12 @@ print(verdict)
 assert verdict.ok
 
 # %% [markdown]
-# How to read it. **forward**: the two experiments took 44 and 88 steps, each with a grid of its own. The residual is that of the implicit equations of
-# all steps, and well below what the tolerance of the integration asks. **backward**: `Bidiagonal` is a direct solve that uses what J is like, each
-# step knowing only itself and the one before. In the check there are two solves: the steps (1), and the outputs between them (2). The
-# derivatives by the layer, by differences and through unrolled steps agree, to the error that the changing grid of adaptive steps leaves in the
-# differences.
+# How to read it. **forward**: the two experiments took 44 and 88 steps, each with a grid of its own. The
+# residual is that of the implicit equations of all steps, and well below what the tolerance of the
+# integration asks. **backward**: `Bidiagonal` is a direct solve that uses what J is like, each step knowing
+# only itself and the one before. In the check there are two solves: the steps (1), and the outputs between
+# them (2). The derivatives by the layer, by differences and through unrolled steps agree, to the error that
+# the changing grid of adaptive steps leaves in the differences.
 #
-# To go on: replace `Reaction` by a network of yours. [Differential equations](../ode.md) has the methods, batches and failures.
+# To go on: replace `Reaction` by a network of yours. [Differential equations](../ode.md) has the methods,
+# batches and failures.
