@@ -1,12 +1,21 @@
-"""`python -m tutorials [NAME ...]`: run the tutorials and write their pages, figures and notebooks into docs/tutorials."""
+"""`python -m tutorials [NAME ...]`: run tutorials, write them into docs/tutorials."""
 
 import argparse
 import time
 
 from tutorials.render import FOLDER, SCRIPTS, run, write
 
-parser = argparse.ArgumentParser(prog="python -m tutorials", description="Run tutorials and write them into docs/tutorials.")
-parser.add_argument("names", nargs="*", choices=[[], *SCRIPTS], metavar="NAME", help=f"{', '.join(SCRIPTS)}; default: all")
+parser = argparse.ArgumentParser(
+    prog="python -m tutorials",
+    description="Run tutorials and write them into docs/tutorials.",
+)
+parser.add_argument(
+    "names",
+    nargs="*",
+    choices=[[], *SCRIPTS],
+    metavar="NAME",
+    help=f"{', '.join(SCRIPTS)}; default: all",
+)
 for name in parser.parse_args().names or SCRIPTS:
     start = time.perf_counter()
     write(name, run(name), FOLDER)

@@ -1,6 +1,7 @@
-"""From a script in cells (`# %%` code, `# %% [markdown]` text) to a page, its figures and a notebook.
+"""From a script in cells to a page, its figures and a notebook.
 
-The cells of a script are run one after another in one namespace; what a cell prints, and the figures that it shows by
+Cells begin with `# %%` (code) or `# %% [markdown]` (text). They are run one after
+another in one namespace; what a cell prints, and the figures that it shows by
 `plt.show()`, stand below it. Page and notebook are made from the same cells.
 """
 
@@ -22,12 +23,22 @@ from PIL import Image
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "tutorials"
 # In the order of the pages.
-SCRIPTS = ("kepler", "robertson", "digits", "hyperparameters", "mpc", "lqr", "denoising")
+SCRIPTS = (
+    "kepler",
+    "robertson",
+    "digits",
+    "hyperparameters",
+    "mpc",
+    "lqr",
+    "denoising",
+)
 MARK = "# %%"
 DPI, COLOURS = 120, 64
 # Okabe and Ito's colours, which the colour-blind tell apart.
 STYLE = {
-    "axes.prop_cycle": matplotlib.cycler(color=["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]),
+    "axes.prop_cycle": matplotlib.cycler(
+        color=["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
+    ),
     "axes.grid": True,
     "grid.alpha": 0.3,
     "legend.frameon": False,
@@ -60,12 +71,14 @@ def cells(text: str) -> list[Cell]:
     lines = text.splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith(MARK)]
     if not starts or starts[0] != 0:
-        raise ValueError(f"A tutorial must begin with a line that starts with {MARK!r}.")
+        raise ValueError(f"A tutorial must begin with a cell, that is with {MARK!r}.")
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
         code = "[markdown]" not in lines[start]
         body = lines[start + 1 : end]
-        source = "\n".join(body if code else [line.removeprefix("#").removeprefix(" ") for line in body])
-        found.append(Cell(source.strip("\n"), code, start + 1 + next((i for i, line in enumerate(body) if line), 0)))
+        if not code:
+            body = [line.removeprefix("#").removeprefix(" ") for line in body]
+        empty = next((i for i, line in enumerate(body) if line), 0)
+        found.append(Cell("\n".join(body).strip("\n"), code, start + 1 + empty))
     return found
 
 
@@ -80,11 +93,16 @@ def run(name: str) -> list[Cell]:
             for cell in done:
                 if not cell.code:
                     continue
-                plt.show = lambda cell=cell: cell.figures.extend(map(_png, map(plt.figure, plt.get_fignums())))
+                plt.show = lambda cell=cell: cell.figures.extend(
+                    map(_png, map(plt.figure, plt.get_fignums()))
+                )
                 printed = io.StringIO()
                 # Empty lines before it, so that an error names the line of the script.
                 with contextlib.redirect_stdout(printed):
-                    exec(compile("\n" * cell.line + cell.source, str(path), "exec"), namespace)
+                    exec(
+                        compile("\n" * cell.line + cell.source, str(path), "exec"),
+                        namespace,
+                    )
                 cell.printed = printed.getvalue()
         finally:
             plt.show = show
@@ -99,9 +117,10 @@ def _png(figure: Any) -> tuple[str, bytes]:
     figure.savefig(drawn, format="png", dpi=DPI)
     plt.close(figure)
     with Image.open(drawn) as image:
-        image.convert("P", palette=Image.Palette.ADAPTIVE, colors=COLOURS).save(small, "png", optimize=True)
-    title = figure.get_suptitle() or next(title for axis in figure.axes if (title := axis.get_title()))
-    return title, small.getvalue()
+        few = image.convert("P", palette=Image.Palette.ADAPTIVE, colors=COLOURS)
+    few.save(small, "png", optimize=True)
+    titles = [figure.get_suptitle(), *(axis.get_title() for axis in figure.axes)]
+    return next(title for title in titles if title), small.getvalue()
 
 
 def page(name: str, done: list[Cell]) -> str:
@@ -110,7 +129,8 @@ def page(name: str, done: list[Cell]) -> str:
     for cell in done:
         parts.append(f"```python\n{cell.source}\n```" if cell.code else cell.source)
         if cell is done[0]:
-            parts.append(f"Run it: `python tutorials/{name}.py`, or as a [notebook]({name}.ipynb).")
+            command = f"python tutorials/{name}.py"
+            parts.append(f"Run it: `{command}`, or as a [notebook]({name}.ipynb).")
         if cell.printed.strip():
             parts.append(f"```text\n{cell.printed.rstrip()}\n```")
         for title, _ in cell.figures:
@@ -124,18 +144,22 @@ def notebook(done: list[Cell]) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     count = 0
     for number, cell in enumerate(done):
-        entry: dict[str, Any] = {"id": f"cell-{number}", "metadata": {}, "source": cell.source.splitlines(keepends=True)}
+        source = cell.source.splitlines(keepends=True)
+        entry = {"id": f"cell-{number}", "metadata": {}, "source": source}
         if not cell.code:
             found.append({"cell_type": "markdown", **entry})
             continue
         count += 1
         outputs: list[dict[str, Any]] = []
         if cell.printed:
-            outputs.append({"name": "stdout", "output_type": "stream", "text": cell.printed.splitlines(keepends=True)})
+            text = cell.printed.splitlines(keepends=True)
+            outputs.append({"name": "stdout", "output_type": "stream", "text": text})
         for title, png in cell.figures:
             data = {"image/png": base64.b64encode(png).decode(), "text/plain": [title]}
-            outputs.append({"data": data, "metadata": {}, "output_type": "display_data"})
-        found.append({"cell_type": "code", "execution_count": count, **entry, "outputs": outputs})
+            shown = {"data": data, "metadata": {}, "output_type": "display_data"}
+            outputs.append(shown)
+        entry |= {"execution_count": count, "outputs": outputs}
+        found.append({"cell_type": "code", **entry})
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     return {"cells": found, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
@@ -151,16 +175,19 @@ def read(book: dict[str, Any]) -> list[Cell]:
                 cell.printed = "".join(output["text"])
             else:
                 data = output["data"]
-                cell.figures.append(("".join(data["text/plain"]), base64.b64decode(data["image/png"])))
+                png = base64.b64decode(data["image/png"])
+                cell.figures.append(("".join(data["text/plain"]), png))
         found.append(cell)
     return found
 
 
 def write(name: str, done: list[Cell], folder: Path) -> None:
-    """Page, figures and notebook; figures of an earlier run that are no more are removed."""
+    """Page, figures and notebook; figures of an earlier run are removed."""
     for old in folder.glob(f"{name}-*.png"):
         old.unlink()
     (folder / f"{name}.md").write_text(page(name, done))
-    for number, (_, png) in enumerate((figure for cell in done for figure in cell.figures), start=1):
+    figures = [figure for cell in done for figure in cell.figures]
+    for number, (_, png) in enumerate(figures, start=1):
         (folder / f"{name}-{number}.png").write_bytes(png)
-    (folder / f"{name}.ipynb").write_text(json.dumps(notebook(done), indent=1, ensure_ascii=False) + "\n")
+    text = json.dumps(notebook(done), indent=1, ensure_ascii=False)
+    (folder / f"{name}.ipynb").write_text(text + "\n")

@@ -1,10 +1,11 @@
 # %% [markdown]
 # # A stiff neural ODE from data
 #
-# Robertson's reaction turns A into B slowly, B into C very fast, and B back into A fast. Its rate constants
-# are 0.04, 3·10⁷ and 10⁴: nine orders of magnitude apart. Such an equation is *stiff*, and most solvers for
-# neural ODEs cannot do it at all. Here we learn the three constants from measurements, first seeing what goes
-# wrong with an explicit solver, and why an implicit one does not mind.
+# Robertson's reaction turns A into B slowly, B into C very fast, and B back into A
+# fast. Its rate constants are 0.04, 3·10⁷ and 10⁴: nine orders of magnitude apart. Such
+# an equation is *stiff*, and most solvers for neural ODEs cannot do it at all. Here we
+# learn the three constants from measurements, first seeing what goes wrong with an
+# explicit solver, and why an implicit one does not mind.
 
 # %%
 import matplotlib.pyplot as plt
@@ -20,9 +21,9 @@ torch.set_default_dtype(torch.float64)
 # %% [markdown]
 # ## The field
 #
-# A neural ODE is dy/dt = f(t, y) with an `nn.Module` as f. Ours holds the logarithms of the rates, so that
-# they stay positive and a step of the optimiser changes each by a factor. `y` is of shape (B, 3): the amounts
-# of A, B and C in B experiments.
+# A neural ODE is dy/dt = f(t, y) with an `nn.Module` as f. Ours holds the logarithms of
+# the rates, so that they stay positive and a step of the optimiser changes each by a
+# factor. `y` is of shape (B, 3): the amounts of A, B and C in B experiments.
 
 
 # %%
@@ -34,7 +35,14 @@ class Reaction(nn.Module):
     def forward(self, t, y):
         slow, fast, back = self.log_rates.exp()
         a, b, c = y.unbind(-1)
-        return torch.stack((back * b * c - slow * a, slow * a - back * b * c - fast * b * b, fast * b * b), dim=-1)
+        return torch.stack(
+            (
+                back * b * c - slow * a,
+                slow * a - back * b * c - fast * b * b,
+                fast * b * b,
+            ),
+            dim=-1,
+        )
 
 
 true = Reaction([0.04, 3e7, 1e4])
@@ -43,24 +51,28 @@ y0 = torch.tensor([[1.0, 0.0, 0.0]])
 # %% [markdown]
 # ## Why explicit solvers fail
 #
-# B is used up within 1/2000 of a second of being made: its amount is always next to a balance, and hardly
-# moves. An explicit method computes the next state from the present slope alone. With a step h it multiplies
-# a small distance from the balance by about `1 - h·2000` (or some polynomial in `h·2000`), which *grows*
-# unless h is about 1/1000 or less. RK4 with steps of 1/500:
+# B is used up within 1/2000 of a second of being made: its amount is always next to a
+# balance, and hardly moves. An explicit method computes the next state from the present
+# slope alone. With a step h it multiplies a small distance from the balance by about `1
+# - h·2000` (or some polynomial in `h·2000`), which *grows* unless h is about 1/1000 or
+# less. RK4 with steps of 1/500:
 
 # %%
-blown_up = dil.ode.solve(
-    true, y0, torch.linspace(0, 2, 5), method="rk4", options={"step_size": 1 / 500}, batch_dims=1, on_failure="ignore"
-)
-print(f"status: {dil.Status(blown_up.status.item()).name}; A, B, C at t = 2: {blown_up.value[-1, 0].tolist()}")
-assert blown_up.status.item() == dil.Status.non_finite
+options = {"step_size": 1 / 500}
+t = torch.tensor([0.0, 2.0])
+rk4 = dil.ode.solve(true, y0, t, method="rk4", options=options, on_failure="ignore")
+print(f"status: {dil.Status(rk4.status.item()).name}")
+print(f"A, B, C at t = 2: {rk4.value[-1, 0].tolist()}")
+assert rk4.status.item() == dil.Status.non_finite
 
 # %% [markdown]
-# (Without `on_failure="ignore"` that is a warning; the state stays at the last one that was finite.) An
-# explicit solver with adaptive steps, here SciPy's RK45, does find the solution, but the balance dictates its
-# step for ever: the work grows with the length of time, though nothing happens any more. An implicit method
-# solves for the next state instead. It is stable with any step, and takes long ones as soon as the solution
-# is smooth. RadauIIA of order 5 is the usual choice for very stiff equations of a few unknowns.
+# (Without `on_failure="ignore"` that is a warning; the state stays at the last one that
+# was finite.) An explicit solver with adaptive steps, here SciPy's RK45, does find the
+# solution, but the balance dictates its step for ever: the work grows with the length
+# of time, though nothing happens any more. An implicit method solves for the next state
+# instead. It is stable with any step, and takes long ones as soon as the solution is
+# smooth. RadauIIA of order 5 is the usual choice for very stiff equations of a few
+# unknowns.
 
 
 # %%
@@ -71,10 +83,13 @@ def field(t, y):  # for SciPy
 
 settings = {"method": "radauIIA5", "rtol": 1e-5, "atol": 1e-9}
 ends = [0.01, 0.1, 1.0, 10.0, 100.0, 1e3, 1e4]
-with torch.no_grad():
-    stats = [dil.ode.solve(true, y0, torch.tensor([0.0, end]), batch_dims=1, **settings).stats for end in ends]
-implicit = [int(s.accepted.sum() + s.rejected.sum()) for s in stats]
-explicit = [len(solve_ivp(field, (0, end), [1.0, 0.0, 0.0], rtol=1e-5, atol=1e-9).t) - 1 for end in ends[:4]]
+implicit, explicit = [], []
+for end in ends:
+    stats = dil.ode.solve(true, y0, torch.tensor([0.0, end]), **settings).stats
+    implicit.append(int(stats.accepted + stats.rejected))
+for end in ends[:4]:
+    run = solve_ivp(field, (0, end), [1.0, 0.0, 0.0], rtol=1e-5, atol=1e-9)
+    explicit.append(len(run.t) - 1)
 for end, steps, ours in zip(ends, [*explicit, "-", "-", "-"], implicit, strict=True):
     print(f"to t = {end:7g}: RK45 {steps:>5} steps, RadauIIA {ours:3} steps")
 rate = explicit[3] / 10
@@ -84,19 +99,25 @@ assert implicit[-1] < 200 and explicit[3] > 5000
 # %%
 fig, axis = plt.subplots(figsize=(6, 3.4))
 axis.loglog(ends[:4], explicit, "s-", color="C1", label="explicit: RK45")
-axis.loglog(ends[3:], [rate * end for end in ends[3:]], ":", color="C1", label="the same, extrapolated")
+more = [rate * end for end in ends[3:]]
+axis.loglog(ends[3:], more, ":", color="C1", label="the same, extrapolated")
 axis.loglog(ends, implicit, "o-", color="C0", label="implicit: RadauIIA(5)")
-axis.set(title="Steps for Robertson's reaction, errors alike", xlabel="end of the time interval", ylabel="steps")
+axis.set(
+    title="Steps for Robertson's reaction, errors alike",
+    xlabel="end of the time interval",
+    ylabel="steps",
+)
 axis.legend()
 plt.show()
 
 # %% [markdown]
 # ## Data
 #
-# Two experiments, one from pure A and one with some C in it, measured at 15 times up to 10⁴, with errors of
-# 2%. The times are far apart at the end: the solver does not mind, since its steps are its own. `NeuralODE`
-# takes each experiment of the batch with steps of its own, too. B is tiny (about 10⁻⁵), hence the small
-# `atol`, and hence errors that are measured relatively in the loss.
+# Two experiments, one from pure A and one with some C in it, measured at 15 times up to
+# 10⁴, with errors of 2%. The times are far apart at the end: the solver does not mind,
+# since its steps are its own. `NeuralODE` takes each experiment of the batch with steps
+# of its own, too. B is tiny (about 10⁻⁵), hence the small `atol`, and hence errors that
+# are measured relatively in the loss.
 
 # %%
 starts = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.0, 0.5]])
@@ -108,16 +129,19 @@ with torch.no_grad():
 # %% [markdown]
 # ## Learning
 #
-# The guess is wrong by factors of 3 to 5. The gradient is exact for the numbers that the solver returned: the
-# implicit function theorem on the whole trajectory, one linear solve backwards through its steps. So L-BFGS,
-# which does not forgive wrong gradients, is at home here.
+# The guess is wrong by factors of 3 to 5. The gradient is exact for the numbers that
+# the solver returned: the implicit function theorem on the whole trajectory, one linear
+# solve backwards through its steps. So L-BFGS, which does not forgive wrong gradients,
+# is at home here.
 
 # %%
 model = Reaction([0.2, 6e6, 3e4])
 node = dil.NeuralODE(model, **settings)
 with torch.no_grad():
     guess = node(starts, t)
-optimizer = torch.optim.LBFGS(model.parameters(), max_iter=25, line_search_fn="strong_wolfe")
+optimizer = torch.optim.LBFGS(
+    model.parameters(), max_iter=25, line_search_fn="strong_wolfe"
+)
 history = []
 
 
@@ -132,10 +156,12 @@ def loss():
 
 optimizer.step(loss)
 found = model.log_rates.exp().detach()
-for name, was, now in zip(("A → B", "B + B → C + B", "B + C → A + C"), true.log_rates.exp(), found, strict=True):
+rates, names = true.log_rates.exp(), ("A → B", "B + B → C + B", "B + C → A + C")
+for name, was, now in zip(names, rates, found, strict=True):
     print(f"{name:14} true {was:.2e}  found {now:.3e}")
-print(f"{len(history)} evaluations; misfit {history[0] ** 0.5:.3f} at first, {min(history) ** 0.5:.3f} at last, noise 0.02")
-assert torch.allclose(found, true.log_rates.exp(), rtol=0.05) and min(history) ** 0.5 < 0.025
+first, last = history[0] ** 0.5, min(history) ** 0.5
+print(f"{len(history)} evaluations; misfit {first:.3f} at first, {last:.3f} at last")
+assert torch.allclose(found, rates, rtol=0.05) and last < 0.025
 
 # %%
 fine = torch.cat((torch.zeros(1), torch.logspace(-3, 4, 120)))
@@ -154,14 +180,16 @@ plt.show()
 # %% [markdown]
 # ## The gradient report
 #
-# `node.report` is about the last call; here one more evaluation of the loss. The check compares the
-# derivatives by the rates with finite differences. It looks at every number that comes out, so B is divided
-# by its size.
+# `node.report` is about the last call; here one more evaluation of the loss. The check
+# compares the derivatives by the rates with finite differences. It looks at every
+# number that comes out, so B is divided by its size.
 
 # %%
 loss()
 print(node.report)
-assert bool(node.report.forward.converged.all()) and bool(node.report.backward.converged.all())
+assert bool(node.report.forward.converged.all()) and bool(
+    node.report.backward.converged.all()
+)
 
 # %%
 verdict = dil.check_gradient(lambda: node(starts, t) / torch.tensor([1.0, 1e-5, 1.0]))
@@ -169,12 +197,13 @@ print(verdict)
 assert verdict.ok
 
 # %% [markdown]
-# How to read it. **forward**: the two experiments took 44 and 88 steps, each with a grid of its own. The
-# residual is that of the implicit equations of all steps, and well below what the tolerance of the
-# integration asks. **backward**: `Bidiagonal` is a direct solve that uses what J is like, each step knowing
-# only itself and the one before. In the check there are two solves: the steps (1), and the outputs between
-# them (2). The derivatives by the layer, by differences and through unrolled steps agree, to the error that
-# the changing grid of adaptive steps leaves in the differences.
+# How to read it. **forward**: the two experiments took 44 and 88 steps, each with a
+# grid of its own. The residual is that of the implicit equations of all steps, and well
+# below what the tolerance of the integration asks. **backward**: `Bidiagonal` is a
+# direct solve that uses what J is like, each step knowing only itself and the one
+# before. In the check there are two solves: the steps (1), and the outputs between them
+# (2). The derivatives by the layer, by differences and through unrolled steps agree, to
+# the error that the changing grid of adaptive steps leaves in the differences.
 #
-# To go on: replace `Reaction` by a network of yours. [Differential equations](../ode.md) has the methods,
-# batches and failures.
+# To go on: replace `Reaction` by a network of yours. [Differential
+# equations](../ode.md) has the methods, batches and failures.
