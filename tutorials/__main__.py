@@ -1,4 +1,4 @@
-"""`python -m tutorials [NAME ...]`: run tutorials, write them into docs/tutorials."""
+"""`python -m tutorials [NAME ...]`: run tutorials, write docs/tutorials."""
 
 import argparse
 import time

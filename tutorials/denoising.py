@@ -1,12 +1,12 @@
 # %% [markdown]
 # # Bilevel image denoising
 #
-# A classical way to clean an image x: look for the image y that is near x and looks
-# like an image, `y = argmin ½‖y - x‖² + R(y)`. A *field of experts* makes R from
-# filters: images have weak responses to the right filters almost everywhere, noise does
-# not. Which filters, and how much each counts, can be learned: choose them such that
-# the *minimiser* is close to the clean image. That is a problem within a problem, and
-# the inner one is a layer.
+# A classical way to clean an image x: look for the image y that is near x and
+# looks like an image, `y = argmin ½‖y - x‖² + R(y)`. A *field of experts* makes
+# R from filters: images have weak responses to the right filters almost
+# everywhere, noise does not. Which filters, and how much each counts, can be
+# learned: choose them such that the *minimiser* is close to the clean image.
+# That is a problem within a problem, and the inner one is a layer.
 
 # %%
 import math
@@ -25,9 +25,9 @@ torch.set_default_dtype(torch.float64)
 # %% [markdown]
 # ## Data
 #
-# Digits of 8 x 8 pixels between 0 and 1, with strong noise added: 80 to learn from, 200
-# others for the test. The quality of an image is its PSNR, the peak signal-to-noise
-# ratio in decibel; 3 dB more is half the squared error.
+# Digits of 8 x 8 pixels between 0 and 1, with strong noise added: 80 to learn
+# from, 200 others for the test. The quality of an image is its PSNR, the peak
+# signal-to-noise ratio in decibel; 3 dB more is half the squared error.
 
 # %%
 images = torch.as_tensor(load_digits().images) / 16
@@ -45,13 +45,15 @@ def psnr(y, target):
 # %% [markdown]
 # ## The energy
 #
-# `R(y) = Σ_k exp(α_k) Σ_pixels φ((f_k * y)_pixel)` with 8 filters f_k of 3 x 3 pixels.
-# φ(r) = √(r² + ε²) is close to |r|, so that a few strong responses (edges) are allowed,
-# but smooth: the theorem needs a derivative at the minimum, and |r| has none just where
-# the minimiser likes to be. The energy is convex, with one minimum. It returns one
-# number for each image, so each image is a problem of its own.
+# `R(y) = Σ_k exp(α_k) Σ_pixels φ((f_k * y)_pixel)` with 8 filters f_k of 3 x 3
+# pixels. φ(r) = √(r² + ε²) is close to |r|, so that a few strong responses
+# (edges) are allowed, but smooth: the theorem needs a derivative at the
+# minimum, and |r| has none just where the minimiser likes to be. The energy is
+# convex, with one minimum. It returns one number for each image, so each image
+# is a problem of its own.
 #
-# The filters start as the cosine patterns of image compression, less the constant one.
+# The filters start as the cosine patterns of image compression, less the
+# constant one.
 
 
 # %%
@@ -59,7 +61,10 @@ class FieldOfExperts(nn.Module):
     def __init__(self, log_weight):
         super().__init__()
         waves = torch.stack(
-            [torch.cos(math.pi * (torch.arange(3) + 0.5) * k / 3) for k in range(3)]
+            [
+                torch.cos(math.pi * (torch.arange(3) + 0.5) * k / 3)
+                for k in range(3)
+            ]
         )
         waves = waves / waves.norm(dim=1, keepdim=True)
         self.filters = nn.Parameter(
@@ -78,10 +83,10 @@ class FieldOfExperts(nn.Module):
 # %% [markdown]
 # ## The layer
 #
-# 64 unknowns for each of 80 images. `LBFGS` needs only gradients of the energy, `CG`
-# only products with its Hessian, so larger images are no other matter. The steps of the
-# outer problem are rough, and six digits of its gradient are plenty: `rtol=1e-6`. The
-# search starts from the noisy image.
+# 64 unknowns for each of 80 images. `LBFGS` needs only gradients of the energy,
+# `CG` only products with its Hessian, so larger images are no other matter. The
+# steps of the outer problem are rough, and six digits of its gradient are
+# plenty: `rtol=1e-6`. The search starts from the noisy image.
 
 
 # %%
@@ -95,8 +100,8 @@ def denoiser(log_weight):
 
 
 # %% [markdown]
-# The untrained model, to be fair, gets the best weight of a grid, the same for all
-# filters.
+# The untrained model, to be fair, gets the best weight of a grid, the same for
+# all filters.
 
 # %%
 with torch.no_grad():
@@ -106,14 +111,15 @@ with torch.no_grad():
     }
     best = max(grid, key=grid.get)
     untrained = denoiser(best)(noisy_test)
-print({weight: round(value, 2) for weight, value in grid.items()})
+for weight, value in grid.items():
+    print(f"weight exp({weight}): training PSNR {value:.2f} dB")
 
 # %% [markdown]
 # ## Learning the filters
 #
-# Forward: minimise 80 energies. Backward: 80 linear systems with their Hessians, then
-# one gradient of the energy by the filters and weights: 80 numbers in all. Nothing of
-# the way that L-BFGS went is kept or differentiated.
+# Forward: minimise 80 energies. Backward: 80 linear systems with their
+# Hessians, then one gradient of the energy by the filters and weights: 80
+# numbers in all. Nothing of the way that L-BFGS went is kept or differentiated.
 
 # %%
 layer = denoiser(best)
@@ -138,7 +144,9 @@ assert (
 
 # %%
 fig, axes = plt.subplots(4, 10, figsize=(9, 3.9))
-for row, (name, y) in zip(axes, {"clean": clean_test, **results}.items(), strict=True):
+for row, (name, y) in zip(
+    axes, {"clean": clean_test, **results}.items(), strict=True
+):
     for axis, image in zip(row, y, strict=False):
         axis.imshow(image.numpy(), cmap="gray", vmin=0, vmax=1)
         axis.set(xticks=[], yticks=[])
@@ -160,7 +168,10 @@ for k, axis in zip(
     weights.argsort(descending=True), right.subplots(2, 4).flat, strict=True
 ):
     axis.imshow(
-        layer.function.filters[k, 0].detach().numpy(), cmap="RdBu", vmin=-1, vmax=1
+        layer.function.filters[k, 0].detach().numpy(),
+        cmap="RdBu",
+        vmin=-1,
+        vmax=1,
     )
     axis.set(xticks=[], yticks=[])
     axis.set_title(f"weight {weights[k].exp():.3f}", fontsize=8)
@@ -187,9 +198,10 @@ print(verdict)
 assert verdict.ok
 
 # %% [markdown]
-# How to read it. The tolerances are those we asked for, 10⁻⁶ of the natural sizes, and
-# the check says what that costs: the forward solve adds the most to the error of the
-# gradient, and it is far below what counts as wrong. So the tolerances could be looser
-# still. The Ritz values are the smallest and largest eigenvalues of the Hessians, as CG
-# saw them. None is below 1, since the first term of the energy alone has the Hessian 1:
-# the minimum is one, and CG is the right method.
+# How to read it. The tolerances are those we asked for, 10⁻⁶ of the natural
+# sizes, and the check says what that costs: the forward solve adds the most to
+# the error of the gradient, and it is far below what counts as wrong. So the
+# tolerances could be looser still. The Ritz values are the smallest and largest
+# eigenvalues of the Hessians, as CG saw them. None is below 1, since the first
+# term of the energy alone has the Hessian 1: the minimum is one, and CG is the
+# right method.

@@ -1,12 +1,12 @@
 # %% [markdown]
 # # A deep equilibrium classifier
 #
-# A deep network applies one layer after another. If all layers are the same one, `y ←
-# g(y, x)`, and there are many, y comes to rest: then `y = g(y, x)`, a *fixed point*. A
-# deep equilibrium model (DEQ) has that as its definition. It is one layer with the
-# depth of infinitely many; a solver finds y in as few steps as it can, and the backward
-# pass needs only y, not the way there. Here such a layer learns to read handwritten
-# digits.
+# A deep network applies one layer after another. If all layers are the same
+# one, `y ← g(y, x)`, and there are many, y comes to rest: then `y = g(y, x)`, a
+# *fixed point*. A deep equilibrium model (DEQ) has that as its definition. It
+# is one layer with the depth of infinitely many; a solver finds y in as few
+# steps as it can, and the backward pass needs only y, not the way there. Here
+# such a layer learns to read handwritten digits.
 
 # %%
 import matplotlib.pyplot as plt
@@ -23,8 +23,8 @@ torch.manual_seed(0)
 # %% [markdown]
 # ## Data, and a baseline
 #
-# scikit-learn has 1797 images of 8 x 8 pixels. Logistic regression shows what a model
-# without hidden layers reaches.
+# scikit-learn has 1797 images of 8 x 8 pixels. Logistic regression shows what a
+# model without hidden layers reaches.
 
 # %%
 pixels, labels = load_digits(return_X_y=True)
@@ -46,12 +46,12 @@ print(
 # %% [markdown]
 # ## The layer
 #
-# `g(y, x) = tanh(W y + U x + b)`, with 96 unknowns y for each image. Not every W will
-# do. Where g stretches distances there may be several fixed points, or none that a
-# solver finds. Where it shrinks them by a factor below 1 there is exactly one, and
-# every start leads there. tanh never stretches; W shrinks if the absolute values in
-# each of its rows add up to less than 1. So we scale the rows that exceed 0.9, and no
-# training can break the layer.
+# `g(y, x) = tanh(W y + U x + b)`, with 96 unknowns y for each image. Not every
+# W will do. Where g stretches distances there may be several fixed points, or
+# none that a solver finds. Where it shrinks them by a factor below 1 there is
+# exactly one, and every start leads there. tanh never stretches; W shrinks if
+# the absolute values in each of its rows add up to less than 1. So we scale the
+# rows that exceed 0.9, and no training can break the layer.
 
 
 # %%
@@ -67,9 +67,10 @@ class Cell(nn.Module):
 
 
 # %% [markdown]
-# `Anderson` is the usual solver for fixed points: it takes the steps `y ← g(y)`, and
-# extrapolates from the last few. The backward solve is by GMRES: products with the
-# Jacobian of g, no matrix. `init=(96,)` starts each image from zero.
+# `Anderson` is the usual solver for fixed points: it takes the steps `y ←
+# g(y)`, and extrapolates from the last few. The backward solve is by GMRES:
+# products with the Jacobian of g, no matrix. `init=(96,)` starts each image
+# from zero.
 
 # %%
 equilibrium = dil.FixedPointLayer(
@@ -80,10 +81,10 @@ model = nn.Sequential(equilibrium, nn.Linear(96, 10))
 # %% [markdown]
 # ## Training
 #
-# It is a module like any other. The model trains in float32, where a solve ends at
-# about 10⁻⁵ of the size of y: plenty for a classifier. A little noise on the images
-# keeps it from learning them by heart. We note how many steps the solver takes: a
-# measure of how "deep" the layer is at the time.
+# It is a module like any other. The model trains in float32, where a solve ends
+# at about 10⁻⁵ of the size of y: plenty for a classifier. A little noise on the
+# images keeps it from learning them by heart. We note how many steps the solver
+# takes: a measure of how "deep" the layer is at the time.
 
 # %%
 epochs, accuracies, steps = 12, [], []
@@ -99,7 +100,9 @@ for _ in range(epochs):
         optimizer.step()
         schedule.step()
     with torch.no_grad():
-        accuracies.append((model(X_test).argmax(dim=1) == Y_test).float().mean().item())
+        accuracies.append(
+            (model(X_test).argmax(dim=1) == Y_test).float().mean().item()
+        )
     steps.append(equilibrium.report.forward.stats.steps.float().mean().item())
 print(
     f"the model reads {accuracies[-1]:.1%} of the test images, "
@@ -121,18 +124,20 @@ left.set(title="Test images read correctly", xlabel="epoch", ylabel="%")
 left.legend(loc="lower right")
 right.plot(range(1, epochs + 1), steps, "o-", ms=4)
 right.set(
-    title="Steps of Anderson, mean of the test images", xlabel="epoch", ylim=(0, None)
+    title="Steps of Anderson, mean of the test images",
+    xlabel="epoch",
+    ylim=(0, None),
 )
 plt.show()
 
 # %% [markdown]
 # ## What is the backward solve worth?
 #
-# Some train such models without it: `JacobianFree()` takes the gradient as if y had
-# come from one last application of g. That costs nothing, and is wrong by as much as g
-# still depends on y. Between it and the exact gradient lies `Neumann`, the sum of so
-# many applications. Here are their errors in the gradient of the recurrent weights W,
-# for 100 test images, in float64.
+# Some train such models without it: `JacobianFree()` takes the gradient as if y
+# had come from one last application of g. That costs nothing, and is wrong by
+# as much as g still depends on y. Between it and the exact gradient lies
+# `Neumann`, the sum of so many applications. Here are their errors in the
+# gradient of the recurrent weights W, for 100 test images, in float64.
 
 # %%
 model, X_test = model.double(), X_test.double()
@@ -152,7 +157,10 @@ for solver in (
     dil.GMRES(),
 ):
     g = gradient(solver)
-    name, steps = type(solver).__name__, equilibrium.report.backward.stats.steps.max()
+    name, steps = (
+        type(solver).__name__,
+        equilibrium.report.backward.stats.steps.max(),
+    )
     error = (g - exact).norm() / exact.norm()
     print(f"{name:12} {steps:2} steps, relative error {error:.1e}")
 assert torch.allclose(gradient(dil.GMRES()), exact, rtol=1e-6, atol=1e-10)
@@ -160,8 +168,8 @@ assert torch.allclose(gradient(dil.GMRES()), exact, rtol=1e-6, atol=1e-10)
 # %% [markdown]
 # ## The gradient report
 #
-# The report of the last call, as text and as a figure, and the check against finite
-# differences.
+# The report of the last call, as text and as a figure, and the check against
+# finite differences.
 
 # %%
 print(equilibrium.report)
@@ -174,8 +182,9 @@ print(verdict)
 assert verdict.ok
 
 # %% [markdown]
-# How to read it. Every image is a problem of its own: `converged 100` says that all
-# were solved, and the steps are those of the easiest and the hardest. The smallest
-# singular value of the Jacobian of `y - g(y, x)` is not near zero, as it must be with a
-# g that shrinks; a training that drives it towards zero shows here first. In the check
-# no suspect adds anything, so the gradient of this model, solver and all, is right.
+# How to read it. Every image is a problem of its own: `converged 100` says that
+# all were solved, and the steps are those of the easiest and the hardest. The
+# smallest singular value of the Jacobian of `y - g(y, x)` is not near zero, as
+# it must be with a g that shrinks; a training that drives it towards zero shows
+# here first. In the check no suspect adds anything, so the gradient of this
+# model, solver and all, is right.

@@ -1,8 +1,9 @@
 """From a script in cells to a page, its figures and a notebook.
 
-Cells begin with `# %%` (code) or `# %% [markdown]` (text). They are run one after
-another in one namespace; what a cell prints, and the figures that it shows by
-`plt.show()`, stand below it. Page and notebook are made from the same cells.
+Cells begin with `# %%` (code) or `# %% [markdown]` (text). They are run one
+after another in one namespace; what a cell prints, and the figures that it
+shows by `plt.show()`, stand below it. Page and notebook are made from the same
+cells.
 """
 
 from __future__ import annotations
@@ -69,9 +70,13 @@ def cells(text: str) -> list[Cell]:
     """The cells of a script."""
     found: list[Cell] = []
     lines = text.splitlines()
-    starts = [number for number, line in enumerate(lines) if line.startswith(MARK)]
+    starts = [
+        number for number, line in enumerate(lines) if line.startswith(MARK)
+    ]
     if not starts or starts[0] != 0:
-        raise ValueError(f"A tutorial must begin with a cell, that is with {MARK!r}.")
+        raise ValueError(
+            f"A tutorial must begin with a cell, that is with {MARK!r}."
+        )
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
         code = "[markdown]" not in lines[start]
         body = lines[start + 1 : end]
@@ -88,27 +93,33 @@ def run(name: str) -> list[Cell]:
     done = cells(path.read_text())
     namespace: dict[str, Any] = {"__name__": "__main__"}
     dtype, show = torch.get_default_dtype(), plt.show
-    with matplotlib.rc_context({**STYLE, "backend": "agg"}):
-        try:
+    plt.switch_backend("agg")
+    try:
+        with matplotlib.rc_context(STYLE):
             for cell in done:
-                if not cell.code:
-                    continue
-                plt.show = lambda cell=cell: cell.figures.extend(
-                    map(_png, map(plt.figure, plt.get_fignums()))
-                )
-                printed = io.StringIO()
-                # Empty lines before it, so that an error names the line of the script.
-                with contextlib.redirect_stdout(printed):
-                    exec(
-                        compile("\n" * cell.line + cell.source, str(path), "exec"),
-                        namespace,
-                    )
-                cell.printed = printed.getvalue()
-        finally:
-            plt.show = show
-            plt.close("all")
-            torch.set_default_dtype(dtype)
+                if cell.code:
+                    _run(cell, path, namespace)
+    finally:
+        plt.show = show
+        plt.close("all")
+        torch.set_default_dtype(dtype)
     return done
+
+
+def _run(cell: Cell, path: Path, namespace: dict[str, Any]) -> None:
+    """Run a cell and note what it prints and shows."""
+
+    def show() -> None:
+        open_now = [plt.figure(number) for number in plt.get_fignums()]
+        cell.figures.extend(_png(figure) for figure in open_now)
+
+    plt.show = show
+    # Empty lines before it, so that an error names the line of the script.
+    code = compile("\n" * cell.line + cell.source, str(path), "exec")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, namespace)
+    cell.printed = printed.getvalue()
 
 
 def _png(figure: Any) -> tuple[str, bytes]:
@@ -119,7 +130,10 @@ def _png(figure: Any) -> tuple[str, bytes]:
     with Image.open(drawn) as image:
         few = image.convert("P", palette=Image.Palette.ADAPTIVE, colors=COLOURS)
     few.save(small, "png", optimize=True)
-    titles = [figure.get_suptitle(), *(axis.get_title() for axis in figure.axes)]
+    titles = [
+        figure.get_suptitle(),
+        *(axis.get_title() for axis in figure.axes),
+    ]
     return next(title for title in titles if title), small.getvalue()
 
 
@@ -127,10 +141,14 @@ def page(name: str, done: list[Cell]) -> str:
     """The tutorial as Markdown."""
     parts, number = [], 0
     for cell in done:
-        parts.append(f"```python\n{cell.source}\n```" if cell.code else cell.source)
+        parts.append(
+            f"```python\n{cell.source}\n```" if cell.code else cell.source
+        )
         if cell is done[0]:
             command = f"python tutorials/{name}.py"
-            parts.append(f"Run it: `{command}`, or as a [notebook]({name}.ipynb).")
+            parts.append(
+                f"Run it: `{command}`, or as a [notebook]({name}.ipynb)."
+            )
         if cell.printed.strip():
             parts.append(f"```text\n{cell.printed.rstrip()}\n```")
         for title, _ in cell.figures:
@@ -153,16 +171,34 @@ def notebook(done: list[Cell]) -> dict[str, Any]:
         outputs: list[dict[str, Any]] = []
         if cell.printed:
             text = cell.printed.splitlines(keepends=True)
-            outputs.append({"name": "stdout", "output_type": "stream", "text": text})
+            outputs.append(
+                {"name": "stdout", "output_type": "stream", "text": text}
+            )
         for title, png in cell.figures:
-            data = {"image/png": base64.b64encode(png).decode(), "text/plain": [title]}
-            shown = {"data": data, "metadata": {}, "output_type": "display_data"}
+            data = {
+                "image/png": base64.b64encode(png).decode(),
+                "text/plain": [title],
+            }
+            shown = {
+                "data": data,
+                "metadata": {},
+                "output_type": "display_data",
+            }
             outputs.append(shown)
         entry |= {"execution_count": count, "outputs": outputs}
         found.append({"cell_type": "code", **entry})
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    kernel = {
+        "display_name": "Python 3",
+        "language": "python",
+        "name": "python3",
+    }
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
-    return {"cells": found, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    return {
+        "cells": found,
+        "metadata": metadata,
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
 
 
 def read(book: dict[str, Any]) -> list[Cell]:

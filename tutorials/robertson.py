@@ -1,11 +1,12 @@
 # %% [markdown]
 # # A stiff neural ODE from data
 #
-# Robertson's reaction turns A into B slowly, B into C very fast, and B back into A
-# fast. Its rate constants are 0.04, 3·10⁷ and 10⁴: nine orders of magnitude apart. Such
-# an equation is *stiff*, and most solvers for neural ODEs cannot do it at all. Here we
-# learn the three constants from measurements, first seeing what goes wrong with an
-# explicit solver, and why an implicit one does not mind.
+# Robertson's reaction turns A into B slowly, B into C very fast, and B back
+# into A fast. Its rate constants are 0.04, 3·10⁷ and 10⁴: nine orders of
+# magnitude apart. Such an equation is *stiff*, and most solvers for neural ODEs
+# cannot do it at all. Here we learn the three constants from measurements,
+# first seeing what goes wrong with an explicit solver, and why an implicit one
+# does not mind.
 
 # %%
 import matplotlib.pyplot as plt
@@ -21,9 +22,10 @@ torch.set_default_dtype(torch.float64)
 # %% [markdown]
 # ## The field
 #
-# A neural ODE is dy/dt = f(t, y) with an `nn.Module` as f. Ours holds the logarithms of
-# the rates, so that they stay positive and a step of the optimiser changes each by a
-# factor. `y` is of shape (B, 3): the amounts of A, B and C in B experiments.
+# A neural ODE is dy/dt = f(t, y) with an `nn.Module` as f. Ours holds the
+# logarithms of the rates, so that they stay positive and a step of the
+# optimiser changes each by a factor. `y` is of shape (N, 3): the amounts of A,
+# B and C in N experiments.
 
 
 # %%
@@ -33,16 +35,10 @@ class Reaction(nn.Module):
         self.log_rates = nn.Parameter(torch.tensor(rates).log())
 
     def forward(self, t, y):
-        slow, fast, back = self.log_rates.exp()
+        k = self.log_rates.exp()
         a, b, c = y.unbind(-1)
-        return torch.stack(
-            (
-                back * b * c - slow * a,
-                slow * a - back * b * c - fast * b * b,
-                fast * b * b,
-            ),
-            dim=-1,
-        )
+        slow, fast, back = k[0] * a, k[1] * b * b, k[2] * b * c
+        return torch.stack((back - slow, slow - fast - back, fast), dim=-1)
 
 
 true = Reaction([0.04, 3e7, 1e4])
@@ -51,28 +47,30 @@ y0 = torch.tensor([[1.0, 0.0, 0.0]])
 # %% [markdown]
 # ## Why explicit solvers fail
 #
-# B is used up within 1/2000 of a second of being made: its amount is always next to a
-# balance, and hardly moves. An explicit method computes the next state from the present
-# slope alone. With a step h it multiplies a small distance from the balance by about `1
-# - h·2000` (or some polynomial in `h·2000`), which *grows* unless h is about 1/1000 or
-# less. RK4 with steps of 1/500:
+# B is used up within 1/2000 of a second of being made: its amount is always
+# next to a balance, and hardly moves. An explicit method computes the next
+# state from the present slope alone. A step h multiplies a small distance from
+# the balance by about `1-2000h`, or another polynomial in 2000 h, and that
+# *grows* unless h is about 1/1000 or less. RK4 with steps of 1/500:
 
 # %%
 options = {"step_size": 1 / 500}
 t = torch.tensor([0.0, 2.0])
-rk4 = dil.ode.solve(true, y0, t, method="rk4", options=options, on_failure="ignore")
+rk4 = dil.ode.solve(
+    true, y0, t, method="rk4", options=options, on_failure="ignore"
+)
 print(f"status: {dil.Status(rk4.status.item()).name}")
-print(f"A, B, C at t = 2: {rk4.value[-1, 0].tolist()}")
+print("A, B, C at t = 2:", ", ".join(f"{y:.0e}" for y in rk4.value[-1, 0]))
 assert rk4.status.item() == dil.Status.non_finite
 
 # %% [markdown]
-# (Without `on_failure="ignore"` that is a warning; the state stays at the last one that
-# was finite.) An explicit solver with adaptive steps, here SciPy's RK45, does find the
-# solution, but the balance dictates its step for ever: the work grows with the length
-# of time, though nothing happens any more. An implicit method solves for the next state
-# instead. It is stable with any step, and takes long ones as soon as the solution is
-# smooth. RadauIIA of order 5 is the usual choice for very stiff equations of a few
-# unknowns.
+# (Without `on_failure="ignore"` that is a warning; the state stays at the last
+# one that was finite.) An explicit solver with adaptive steps, here SciPy's
+# RK45, does find the solution, but the balance dictates its step for ever: the
+# work grows with the length of time, though nothing happens any more. An
+# implicit method solves for the next state instead. It is stable with any step,
+# and takes long ones as soon as the solution is smooth. RadauIIA of order 5 is
+# the usual choice for very stiff equations of a few unknowns.
 
 
 # %%
@@ -90,8 +88,9 @@ for end in ends:
 for end in ends[:4]:
     run = solve_ivp(field, (0, end), [1.0, 0.0, 0.0], rtol=1e-5, atol=1e-9)
     explicit.append(len(run.t) - 1)
-for end, steps, ours in zip(ends, [*explicit, "-", "-", "-"], implicit, strict=True):
-    print(f"to t = {end:7g}: RK45 {steps:>5} steps, RadauIIA {ours:3} steps")
+for k, end in enumerate(ends):
+    steps = explicit[k] if k < 4 else "-"
+    print(f"to t = {end:<5g}: RK45 {steps:>5} steps, RadauIIA {implicit[k]:2}")
 rate = explicit[3] / 10
 print(f"RK45 would need some {rate * 1e4:.0e} steps to t = 10⁴")
 assert implicit[-1] < 200 and explicit[3] > 5000
@@ -113,26 +112,28 @@ plt.show()
 # %% [markdown]
 # ## Data
 #
-# Two experiments, one from pure A and one with some C in it, measured at 15 times up to
-# 10⁴, with errors of 2%. The times are far apart at the end: the solver does not mind,
-# since its steps are its own. `NeuralODE` takes each experiment of the batch with steps
-# of its own, too. B is tiny (about 10⁻⁵), hence the small `atol`, and hence errors that
-# are measured relatively in the loss.
+# Two experiments, one from pure A and one with some C in it, measured at 15
+# times up to 10⁴, with errors of 2%. The times are far apart at the end: the
+# solver does not mind, since its steps are its own. `NeuralODE` takes each
+# experiment of the batch with steps of its own, too. B is tiny (about 10⁻⁵),
+# hence the small `atol`, and hence errors that are measured relatively in the
+# loss.
 
 # %%
 starts = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.0, 0.5]])
 t = torch.cat((torch.zeros(1), torch.logspace(-3, 4, 15)))
 with torch.no_grad():
-    exact = dil.NeuralODE(true, method="radauIIA5", rtol=1e-8, atol=1e-12)(starts, t)
+    tight = dil.NeuralODE(true, method="radauIIA5", rtol=1e-8, atol=1e-12)
+    exact = tight(starts, t)
     data = exact * (1 + 0.02 * torch.randn_like(exact))
 
 # %% [markdown]
 # ## Learning
 #
-# The guess is wrong by factors of 3 to 5. The gradient is exact for the numbers that
-# the solver returned: the implicit function theorem on the whole trajectory, one linear
-# solve backwards through its steps. So L-BFGS, which does not forgive wrong gradients,
-# is at home here.
+# The guess is wrong by factors of 3 to 5. The gradient is exact for the numbers
+# that the solver returned: the implicit function theorem on the whole
+# trajectory, one linear solve backwards through its steps. So L-BFGS, which
+# does not forgive wrong gradients, is at home here.
 
 # %%
 model = Reaction([0.2, 6e6, 3e4])
@@ -160,7 +161,9 @@ rates, names = true.log_rates.exp(), ("A → B", "B + B → C + B", "B + C → A
 for name, was, now in zip(names, rates, found, strict=True):
     print(f"{name:14} true {was:.2e}  found {now:.3e}")
 first, last = history[0] ** 0.5, min(history) ** 0.5
-print(f"{len(history)} evaluations; misfit {first:.3f} at first, {last:.3f} at last")
+print(
+    f"misfit {first:.3f} at first, {last:.3f} after {len(history)} evaluations"
+)
 assert torch.allclose(found, rates, rtol=0.05) and last < 0.025
 
 # %%
@@ -171,7 +174,9 @@ fig, axes = plt.subplots(1, 3, figsize=(9, 3))
 for k, axis in enumerate(axes):
     axis.semilogx(t[1:], guess[1:, 0, k], ":", color="0.5", label="first guess")
     axis.semilogx(fine[1:], fit[1:, 0, k], color="C0", label="learned")
-    axis.semilogx(t[1:], data[1:, 0, k], "o", ms=4, color="C1", label="measured")
+    axis.semilogx(
+        t[1:], data[1:, 0, k], "o", ms=4, color="C1", label="measured"
+    )
     axis.set(title="ABC"[k], xlabel="t")
 axes[0].legend(fontsize=8)
 fig.suptitle("Robertson's reaction, the first experiment")
@@ -180,9 +185,9 @@ plt.show()
 # %% [markdown]
 # ## The gradient report
 #
-# `node.report` is about the last call; here one more evaluation of the loss. The check
-# compares the derivatives by the rates with finite differences. It looks at every
-# number that comes out, so B is divided by its size.
+# `node.report` is about the last call; here one more evaluation of the loss.
+# The check compares the derivatives by the rates with finite differences. It
+# looks at every number that comes out, so B is divided by its size.
 
 # %%
 loss()
@@ -192,18 +197,21 @@ assert bool(node.report.forward.converged.all()) and bool(
 )
 
 # %%
-verdict = dil.check_gradient(lambda: node(starts, t) / torch.tensor([1.0, 1e-5, 1.0]))
+verdict = dil.check_gradient(
+    lambda: node(starts, t) / torch.tensor([1.0, 1e-5, 1.0])
+)
 print(verdict)
 assert verdict.ok
 
 # %% [markdown]
-# How to read it. **forward**: the two experiments took 44 and 88 steps, each with a
-# grid of its own. The residual is that of the implicit equations of all steps, and well
-# below what the tolerance of the integration asks. **backward**: `Bidiagonal` is a
-# direct solve that uses what J is like, each step knowing only itself and the one
-# before. In the check there are two solves: the steps (1), and the outputs between them
-# (2). The derivatives by the layer, by differences and through unrolled steps agree, to
-# the error that the changing grid of adaptive steps leaves in the differences.
+# How to read it. **forward**: the two experiments took 44 and 88 steps, each
+# with a grid of its own. The residual is that of the implicit equations of all
+# steps, and well below what the tolerance of the integration asks.
+# **backward**: `Bidiagonal` is a direct solve that uses what J is like, each
+# step knowing only itself and the one before. In the check there are two
+# solves: the steps (1), and the outputs between them (2). The derivatives by
+# the layer, by differences and through unrolled steps agree, to the error that
+# the changing grid of adaptive steps leaves in the differences.
 #
 # To go on: replace `Reaction` by a network of yours. [Differential
 # equations](../ode.md) has the methods, batches and failures.
