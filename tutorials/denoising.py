@@ -188,9 +188,8 @@ plt.show()
 print(layer.report)
 layer.report.plot().suptitle("Both solves of 80 images")
 plt.show()
-assert bool(layer.report.forward.converged.all()) and bool(
-    layer.report.backward.converged.all()
-)
+assert bool(layer.report.forward.converged.all())
+assert bool(layer.report.backward.converged.all())
 
 # %%
 verdict = dil.check_gradient(layer, noisy[:2])

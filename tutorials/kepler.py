@@ -88,24 +88,21 @@ assert torch.allclose(e.grad, closed_form, rtol=1e-9, atol=1e-12)
 
 
 # %%
+def decode(theta):
+    return theta[0].exp(), theta[1].sigmoid(), theta[2].exp(), theta[3]
+
+
 def positions(theta, t):
-    size, e, period, phase = (
-        theta[0].exp(),
-        theta[1].sigmoid(),
-        theta[2].exp(),
-        theta[3],
-    )
+    size, e, period, phase = decode(theta)
     M = 2 * torch.pi * t / period + phase
     E = layer((e.expand_as(M), M))
-    return size * torch.stack(
-        (torch.cos(E) - e, (1 - e**2).sqrt() * torch.sin(E)), dim=-1
-    )
+    x, y = torch.cos(E) - e, (1 - e**2).sqrt() * torch.sin(E)
+    return size * torch.stack((x, y), dim=-1)
 
 
 def encode(size, e, period, phase):
-    return torch.tensor(
-        [math.log(size), math.log(e / (1 - e)), math.log(period), phase]
-    )
+    logit = math.log(e / (1 - e))
+    return torch.tensor([math.log(size), logit, math.log(period), phase])
 
 
 true = [1.5, 0.6, 2.0, 0.3]  # size, eccentricity, period, phase
@@ -127,12 +124,9 @@ def loss():
 
 
 optimizer.step(loss)
-found = torch.stack(
-    (theta[0].exp(), theta[1].sigmoid(), theta[2].exp(), theta[3])
-).detach()
-for name, was, now in zip(
-    ("size", "eccentricity", "period", "phase"), true, found, strict=True
-):
+found = torch.stack(decode(theta)).detach()
+names = ("size", "eccentricity", "period", "phase")
+for name, was, now in zip(names, true, found, strict=True):
     print(f"{name:12}  true {was:.3f}  found {now:.3f}")
 misfit = loss().sqrt().item()
 print(f"misfit {misfit:.4f} where the noise is 0.02")
@@ -141,10 +135,8 @@ assert torch.allclose(found, torch.tensor(true), atol=0.05) and misfit < 0.025
 # %%
 fig, axis = plt.subplots(figsize=(6, 3.9))
 axis.plot(*first.T, ":", color="0.5", label="first guess, at the same times")
-axis.plot(
-    *positions(theta, torch.linspace(0, float(found[2]), 200)).detach().T,
-    label="learned orbit",
-)
+round_trip = torch.linspace(0, float(found[2]), 200)
+axis.plot(*positions(theta, round_trip).detach().T, label="learned orbit")
 axis.plot(*seen.T, "o", ms=4, label="measured")
 axis.plot(0, 0, "*", ms=12, color="#E69F00", label="sun")
 axis.set(

@@ -52,9 +52,10 @@ class Cost(nn.Module):
 # %% [markdown]
 # Only the ratios of weights matter: twice the cost has the same argmin. So the
 # weight of the torque is fixed at 0.5, and two are left to be learned; as
-# logarithms, so that they stay positive. `bounds` are those of the motor. A
-# swing-up has several local minima, and which one a planner finds depends on
-# where it starts; from near the top there is one.
+# logarithms, so that they stay positive. `bounds` are those of the motor.
+# Swinging up has several local minima, and which one a planner finds depends on
+# where it starts; the demonstrations will be from near the top, where there is
+# less to choose from.
 
 
 # %%
@@ -79,7 +80,6 @@ states = 0.4 * torch.randn(16, 2)
 with torch.no_grad():
     plans = expert(states)
     demonstrated = (plans + 0.02 * torch.randn_like(plans)).clamp(-1, 1)
-    first_plans = student(states)
 print(
     f"{(plans.abs() == 1).double().mean():.0%} of the controls are at a bound"
 )
