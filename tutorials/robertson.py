@@ -4,9 +4,9 @@
 # Robertson's reaction turns A into B slowly, B into C very fast, and B back
 # into A fast. Its rate constants are 0.04, 3·10⁷ and 10⁴: nine orders of
 # magnitude apart. Such an equation is *stiff*, and most solvers for neural ODEs
-# cannot do it at all. Here we learn the three constants from measurements,
-# first seeing what goes wrong with an explicit solver, and why an implicit one
-# does not mind.
+# cannot do it at all. Here we see what goes wrong with an explicit solver, and
+# why an implicit one does not mind; then we learn the three constants from
+# measurements, and in the end a whole rate law, by a network.
 
 # %%
 import matplotlib.pyplot as plt
@@ -128,69 +128,119 @@ with torch.no_grad():
     data = exact * (1 + 0.02 * torch.randn_like(exact))
 
 # %% [markdown]
-# ## Learning
+# ## Learning the rates
 #
 # The guess is wrong by factors of 3 to 5. The gradient is exact for the numbers
 # that the solver returned: the implicit function theorem on the whole
 # trajectory, one linear solve backwards through its steps. So L-BFGS, which
 # does not forgive wrong gradients, is at home here.
 
+
 # %%
+def misfit(node):
+    relative = (node(starts, t)[1:] - data[1:]) / (data[1:].abs() + 1e-9)
+    return relative.square().mean()
+
+
+def fit(node, max_iter):
+    optimizer = torch.optim.LBFGS(
+        node.parameters(), max_iter=max_iter, line_search_fn="strong_wolfe"
+    )
+    history = []
+
+    def loss():
+        optimizer.zero_grad()
+        value = misfit(node)
+        value.backward()
+        history.append(value.item() ** 0.5)
+        return value
+
+    optimizer.step(loss)
+    count, last = len(history), min(history)
+    print(f"misfit {history[0]:.3f}, after {count} evaluations {last:.3f}")
+    assert last < 0.03
+
+
 model = Reaction([0.2, 6e6, 3e4])
 node = dil.NeuralODE(model, **settings)
 with torch.no_grad():
     guess = node(starts, t)
-optimizer = torch.optim.LBFGS(
-    model.parameters(), max_iter=25, line_search_fn="strong_wolfe"
-)
-history = []
-
-
-def loss():
-    optimizer.zero_grad()
-    relative = (node(starts, t)[1:] - data[1:]) / (data[1:].abs() + 1e-9)
-    value = relative.square().mean()
-    value.backward()
-    history.append(value.item())
-    return value
-
-
-optimizer.step(loss)
-found = model.log_rates.exp().detach()
-rates, names = true.log_rates.exp(), ("A → B", "B + B → C + B", "B + C → A + C")
+fit(node, max_iter=25)
+found, rates = (part.log_rates.detach().exp() for part in (model, true))
+names = ("A → B", "B + B → C + B", "B + C → A + C")
 for name, was, now in zip(names, rates, found, strict=True):
     print(f"{name:14} true {was:.2e}  found {now:.3e}")
-first, last = history[0] ** 0.5, min(history) ** 0.5
-print(
-    f"misfit {first:.3f} at first, {last:.3f} after {len(history)} evaluations"
-)
-assert torch.allclose(found, rates, rtol=0.05) and last < 0.025
+assert torch.allclose(found, rates, rtol=0.05)
 
 # %%
 fine = torch.cat((torch.zeros(1), torch.logspace(-3, 4, 120)))
 with torch.no_grad():
-    fit = node(starts, fine)
+    learned = node(starts, fine)
 fig, axes = plt.subplots(1, 3, figsize=(9, 3))
 for k, axis in enumerate(axes):
     axis.semilogx(t[1:], guess[1:, 0, k], ":", color="0.5", label="first guess")
-    axis.semilogx(fine[1:], fit[1:, 0, k], color="C0", label="learned")
-    axis.semilogx(
-        t[1:], data[1:, 0, k], "o", ms=4, color="C1", label="measured"
-    )
+    axis.semilogx(fine[1:], learned[1:, 0, k], color="C0", label="learned")
+    seen = data[1:, 0, k]
+    axis.semilogx(t[1:], seen, "o", ms=4, color="C1", label="measured")
     axis.set(title="ABC"[k], xlabel="t")
 axes[0].legend(fontsize=8)
 fig.suptitle("Robertson's reaction, the first experiment")
 plt.show()
 
 # %% [markdown]
-# ## The gradient report
+# ## A law instead of a number
 #
-# `node.report` is about the last call; here one more evaluation of the loss.
-# The check compares the derivatives by the rates with finite differences. It
-# looks at every number that comes out, so B is divided by its size.
+# Now suppose that we know the first two reactions, but not how the third one
+# depends on C. Let a small network say: its rate is `10⁴ b net(c)`, with a
+# `softplus` that keeps it positive. The truth would be `net(c) = c`, but nobody
+# tells. Nothing else changes: the field is a module, and what it contains is
+# its own business.
+
 
 # %%
-loss()
+class Unknown(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1), nn.Softplus()
+        self.net = nn.Sequential(*layers)
+
+    def forward(self, t, y):
+        a, b, c = y.unbind(-1)
+        slow, fast = 0.04 * a, 3e7 * b * b
+        back = 1e4 * b * self.net(c.unsqueeze(-1)).squeeze(-1)
+        return torch.stack((back - slow, slow - fast - back, fast), dim=-1)
+
+
+unknown = Unknown()
+node = dil.NeuralODE(unknown, **settings)
+c = torch.linspace(0, 0.9, 50)
+with torch.no_grad():
+    law_before = unknown.net(c.unsqueeze(-1))
+fit(node, max_iter=40)
+with torch.no_grad():
+    law = unknown.net(c.unsqueeze(-1)).squeeze(-1)
+print(f"largest error of the law: {(law - c).abs().max():.3f}")
+assert (law - c).abs().max() < 0.08
+
+# %%
+fig, axis = plt.subplots(figsize=(6, 3.2))
+axis.plot(c, law_before, ":", color="0.5", label="before learning")
+axis.plot(c, law, label="learned")
+axis.plot(c, c, "--", color="C1", label="true")
+axis.set(title="The learned law", xlabel="amount of C", ylabel="net(c)")
+axis.legend()
+plt.show()
+
+# %% [markdown]
+# ## The gradient report
+#
+# `node.report` is about the last call; here one more evaluation of the misfit
+# and its gradient. The check compares the derivatives by the weights of the
+# network with finite differences. It looks at every number that comes out, so B
+# is divided by its size.
+
+# %%
+misfit(node).backward()
 print(node.report)
 assert bool(node.report.forward.converged.all())
 assert bool(node.report.backward.converged.all())
@@ -212,5 +262,5 @@ assert verdict.ok
 # through unrolled steps agree, to the error that the changing grid of adaptive
 # steps leaves in the differences.
 #
-# To go on: replace `Reaction` by a network of yours. [Differential
+# To go on: put a field of yours in the place of `Unknown`. [Differential
 # equations](../ode.md) has the methods, batches and failures.
