@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def test_needs_only_what_a_user_has(name):
 
 def test_runs_alone():
     command = [sys.executable, "-W", "error", str(ROOT / "tutorials" / "lqr.py")]
-    answer = subprocess.run(command, capture_output=True, text=True, env={"MPLBACKEND": "agg", "PYTHONPATH": str(ROOT / "src")})
+    answer = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "MPLBACKEND": "agg"})
     assert answer.returncode == 0, answer.stderr
     assert masked(answer.stdout) == masked("".join(cell.printed for cell in committed("lqr")))
 
