@@ -5,11 +5,11 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench reproduce docs lint build clean
+.PHONY: help demo test bench reproduce tutorials docs lint build clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
-	@echo 'ARGS="..." is passed on by demo, test, bench and reproduce, for example: make test ARGS="-k cg"'
+	@echo 'ARGS="..." is passed on by demo, test, bench, reproduce and tutorials, for example: make test ARGS="-k cg"'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -28,6 +28,9 @@ bench: $(INSTALLED)  ## run the benchmarks
 
 reproduce: $(INSTALLED)  ## run every experiment as in the paper
 	$(BIN)/python -m experiments --preset paper $(ARGS)
+
+tutorials: $(INSTALLED)  ## run the tutorials and write their pages and notebooks into docs/tutorials
+	OMP_NUM_THREADS=1 $(BIN)/python -m tutorials $(ARGS)
 
 docs: $(INSTALLED)  ## build the documentation into site/
 	$(BIN)/mkdocs build --strict

@@ -284,3 +284,19 @@ def test_bad_input():
         dil.check_gradient(lambda x: x**2, X.bfloat16())
     with pytest.raises(ValueError, match="inputs must hold a floating-point tensor"):
         dil.check_gradient(lambda n: torch.ones(n), 3)
+
+
+def test_of_a_stiff_trajectory_with_adaptive_steps():
+    """Hundreds of unknowns, badly conditioned: no solver finds the exact trajectory that does not know its structure."""
+    log_rates = torch.tensor([0.04, 3e7, 1e4], dtype=torch.float64).log().requires_grad_()
+
+    def robertson(t, y):
+        (a, b, c), (slow, fast, back) = y.unbind(-1), log_rates.exp()
+        return torch.stack((back * b * c - slow * a, slow * a - back * b * c - fast * b * b, fast * b * b), dim=-1)
+
+    y0, t = torch.eye(3, dtype=torch.float64)[:1], torch.tensor([0.0, 1e-2, 1.0, 1e2], dtype=torch.float64)
+    size = torch.tensor([1.0, 1e-5, 1.0], dtype=torch.float64)
+    node = dil.NeuralODE(robertson, method="radauIIA5", rtol=1e-5, atol=1e-9)
+    check = dil.check_gradient(lambda: node(y0, t) / size)
+    assert check.ok and check.error < 1e-5
+    assert not any("no exact solution" in row[2] for row in check.suspects)

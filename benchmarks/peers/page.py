@@ -70,8 +70,9 @@ What a function reads, its tensors, numbers, code and classes, is looked at in e
 tensors is another trace. That leaves what cannot be seen, a number in a file for example. So F by the trace is compared with F,
 which was evaluated anyway, at every solve; and the solution of the linear system is checked by one product of autograd at the
 first three solves with a trace and at every tenth. If either does not fit, the trace is given up and the system is solved
-again; where solves before this one were not checked, a warning says so. `torch.use_deterministic_algorithms(True)`, or a linear solver
-with `product="backward"`, keeps a layer from being traced: rounding then does not depend on how often it was called before.
+again; where solves before this one were not checked, a warning says so. `torch.use_deterministic_algorithms(True)`, or a
+linear solver with `product="backward"`, keeps a layer from being traced: rounding then does not depend on how often it was
+called before.
 
 ## Growth
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchdil import batch
 from torchdil.batch import Layout
 from torchdil.graph import age, has_custom_function
+from torchdil.linear.base import LinearSolver
 from torchdil.modes import transforms_active
 from torchdil.operator import Operator
 
@@ -46,6 +47,10 @@ class Statement(ABC):
     def objective(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
         """What y minimises, (B,)."""
         raise TypeError(f"{self.name} has no objective.")
+
+    def direct(self) -> LinearSolver | None:
+        """A direct solver for J that knows its structure, if there is one and it fits into memory."""
+        return None
 
     def box(self, y: Tensor) -> Box | None:
         """Bounds that y keeps, (B, n) each, if there are any."""

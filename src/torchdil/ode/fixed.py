@@ -26,10 +26,6 @@ from torchdil.solution import Report
 from torchdil.solve import Setting
 from torchdil.solvers.base import Solver
 
-# Blocks of up to this size are factorised, all of a trajectory together if they are at most so many numbers.
-_DENSE_BELOW = 256
-_DENSE_NUMBERS = 2**28
-
 
 def fixed_grid(
     equation: Equation,
@@ -72,7 +68,7 @@ def structured_solver(
         raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {given!r}.")
     steps, rows = statement.steps, len(statement.method.rows)
     asked = given if given is not None else Auto()
-    small = _fits(statement)
+    small = statement.fits
     if isinstance(asked, Auto) and asked.dense_below is not None:
         small = rows * statement.state.size <= asked.dense_below
     settings = {f.name: getattr(asked, f.name) for f in fields(LinearSolver)}
@@ -90,15 +86,9 @@ def structured_solver(
     return Sequential(**settings, steps=steps, rows=rows, inner=asked, local=None if transforms_active() else local)
 
 
-def _fits(statement: Trajectory) -> bool:
-    """Whether the blocks of all steps can be formed."""
-    k = len(statement.method.rows) * statement.state.size
-    return k <= _DENSE_BELOW and statement.state.samples * statement.steps * k * k <= _DENSE_NUMBERS
-
-
 def _at_hand(statement: Trajectory) -> bool:
     """Whether f can be differentiated by itself, by torch.func: a function that `vmap` refuses may not be."""
-    return _fits(statement) and statement.field.mode != "loop" and not transforms_active() and not saving_hooked()
+    return statement.fits and statement.field.mode != "loop" and not transforms_active() and not saving_hooked()
 
 
 def _forward(statement: Trajectory, solver: Any, linearised: Linearised | None) -> Solver:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.linear import Auto
+from torchdil.linear import Auto, Dense
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import tangents_active
 from torchdil.ode.equation import Equation
@@ -118,6 +118,9 @@ class Estimated(Trajectory):
 
 class Apart(Estimated):
     """Steps that do not follow one another; `args` are the states before them, (B, T, D), and where they begin and end."""
+
+    def direct(self) -> LinearSolver | None:
+        return Folded(steps=self.steps, inner=Dense()) if self.fits else None
 
     def residual(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
         before, begin, end = args

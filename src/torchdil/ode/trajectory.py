@@ -18,10 +18,16 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.batch import Layout
+from torchdil.linear.base import LinearSolver
+from torchdil.ode.bidiagonal import Bidiagonal
 from torchdil.ode.field import Field
 from torchdil.ode.methods import Method
 from torchdil.operator import Operator
 from torchdil.problem import Call, Problem, Statement
+
+# Blocks of up to this size are factorised, all of a trajectory together if they are at most so many numbers.
+_DENSE_BELOW = 256
+_DENSE_NUMBERS = 2**28
 
 
 class Trajectory(Statement):
@@ -44,6 +50,15 @@ class Trajectory(Statement):
         self.method, self.state, self.field, self.steps = method, state, field, steps
         size = steps * len(method.rows) * state.size
         super().__init__(Layout.of(torch.empty((*state.batch_shape, size), device="meta"), len(state.batch_shape)))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the blocks of J, those of all steps, can be formed."""
+        k = len(self.method.rows) * self.state.size
+        return k <= _DENSE_BELOW and self.state.samples * self.steps * k * k <= _DENSE_NUMBERS
+
+    def direct(self) -> LinearSolver | None:
+        return Bidiagonal(steps=self.steps, rows=len(self.method.rows)) if self.fits else None
 
     def view(self, y: Tensor) -> Tensor:
         """The unknown (B, n) as (B, T, m, D)."""

@@ -1,0 +1,1 @@
+"""Tutorials: scripts in cells, and what turns them into pages and notebooks."""
