@@ -205,7 +205,8 @@ def _doubling(pair: Tensor, H: Tensor, eye: Tensor) -> tuple[Tensor, Tensor, Ten
     X, _ = torch.linalg.solve_ex(torch.baddbmm(eye, G, H), pair)
     AX = torch.bmm(A, X)
     change = torch.bmm(A.mT, torch.bmm(H, X[:, :, :n]))
-    return torch.cat((AX[:, :, :n], torch.baddbmm(G, AX[:, :, n:], A.mT)), dim=2), H + change, change
+    AX[:, :, n:] = torch.baddbmm(G, AX[:, :, n:], A.mT)  # the next pair
+    return AX, H + change, change
 
 
 def _ended(pair: Tensor, H: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
