@@ -282,6 +282,11 @@ def handle_failure(phase: str, outcome: Outcome, on_failure: str, report: Report
     return failed
 
 
+def tally(status: Tensor) -> str:
+    """How many samples ended how, such as "converged 3, stagnated 1"."""
+    return ", ".join(f"{Status(code).name} {int((status == code).sum())}" for code in status.unique().tolist())
+
+
 def mask_failed(g: Tensor, failed: Tensor, on_failure: str) -> Tensor:
     """The gradient of failed samples as the policy wants it."""
     if on_failure not in ("zero", "nan"):

@@ -23,6 +23,7 @@ from torchdil.foreign import run_foreign
 from torchdil.implicit import Condition, Point
 from torchdil.linear import Auto, LinearSolver
 from torchdil.linear.curvature import negative_curvature
+from torchdil.live import showing
 from torchdil.modes import full_precision, no_tangents, observed_by, observer, plain_saving, tangents_active, transforms_active
 from torchdil.problem import Call, Problem, Statement, without_backward
 from torchdil.solution import Report, Result, Solution, Stats, Status, handle_failure
@@ -162,7 +163,7 @@ class Setting:
         condition.replay = lambda y: statement.residual(replay, y, args)
         condition.bound = replay, args
         user_call = functools.partial(_bind, call, args)
-        with plain_saving():
+        with plain_saving(), showing():
             result, point = self.find(problem, condition, start, user_call)
         if self.on_failure in ("raise", "warn") and bool((result.status != Status.converged).any()):
             result.stats.diagnosis = diagnose(problem, start, result, args, type(self.solver).__name__)
@@ -203,7 +204,7 @@ class Setting:
             problem = self.problem(lambda y: residual(y, start, *operands), lambda y: objective(y, start, *operands))
             problem.bound = bound
             user_call = None if problem.bound is None else functools.partial(_bind, *problem.bound)
-            with torch.enable_grad(), plain_saving():
+            with torch.enable_grad(), plain_saving(), showing():
                 result, _ = self.find(problem, self.condition(problem.residual, problem), start, user_call)
             failed = self.conclude(result)
             return result.value.clone(), failed.unsqueeze(1).to(start.dtype)
