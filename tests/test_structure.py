@@ -38,6 +38,7 @@ LAYERS = [
     ("ode",),
     ("control",),
     ("__init__",),
+    ("__main__",),
 ]
 RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}
 
