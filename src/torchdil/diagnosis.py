@@ -55,11 +55,9 @@ def _cause(problem: Problem, start: Tensor, result: Result, args: Any, solver: s
         return f"the derivative of {name} is not its slope: use no detach(), item() or numpy on the way from y to its value"
     if bool((result.status[failed] == Status.negative_curvature).any()):
         return "the point is a maximum or a saddle: start elsewhere, or, to maximise a score, minimise its negative"
-    y, F, start, status = y[failed], F[failed], start[failed], result.status[failed]
-    grown = batch.norm(y) > _FAR * (1 + batch.norm(start))
-    if kind == "argmin" and (bool(grown.any()) or _is_linear(problem, result.value, failed)):
+    if kind == "argmin" and _falls(problem, start, y, failed):
         return f"{name} falls without end, so it has no minimum: add a term that grows with y, or check its sign"
-    if bool((status == Status.max_steps).all()):
+    if bool((result.status[failed] == Status.max_steps).all()):
         return ""  # all may be well so far
     if kind == "fixed_point" and solver == "Picard":
         return "y <- g(y) does not settle, because g does not contract: use solver=Anderson(), Broyden() or Newton()"
@@ -96,23 +94,28 @@ def _mixes(problem: Problem, y: Tensor, F: Tensor) -> bool:
 
 
 def _is_slope(problem: Problem, y: Tensor) -> bool:
-    """Whether F is the slope of the objective, at a point aside of y, where a kink would be."""
+    """Whether F is the slope of the objective, at a point aside of y, where a kink would be; True where that cannot be told."""
     assert problem.objective is not None
     eps, d = torch.finfo(y.dtype).eps, _direction(y)
     y = y + 0.1 * d
-    way = eps ** (1 / 3)
-    high, low = (problem.objective(y + sign * way * d) for sign in (1, -1))
-    slope, said = (high - low) / (2 * way), batch.dot(problem.evaluate(y), d)
-    rounding = 10 * eps * torch.maximum(high.abs(), low.abs()) / way
-    known = torch.isfinite(slope) & torch.isfinite(said)
-    return not bool((known & ((slope - said).abs() > 0.03 * slope.abs() + rounding)).any())
+    slopes, rounding = [], torch.zeros_like(y[:, 0])
+    for way in (eps ** (1 / 3), eps ** (1 / 3) / 2):
+        high, low = (problem.objective(y + sign * way * d) for sign in (1, -1))
+        slopes.append((high - low) / (2 * way))
+        rounding = 10 * eps * torch.maximum(high.abs(), low.abs()) / way
+    said = batch.dot(problem.evaluate(y), d)
+    sure = (slopes[0] - slopes[1]).abs() <= 0.01 * slopes[1].abs() + rounding  # never with NaN
+    return not bool((sure & ((slopes[1] - said).abs() > 0.05 * slopes[1].abs() + 2 * rounding)).any())
 
 
-def _is_linear(problem: Problem, y: Tensor, failed: Tensor) -> bool:
-    """Whether F is the same everywhere, and not 0."""
+def _falls(problem: Problem, start: Tensor, y: Tensor, failed: Tensor) -> bool:
+    """Whether y has run away, the objective has sunk as far, or it is linear."""
+    assert problem.objective is not None
+    far = batch.norm(y) > _FAR * (1 + batch.norm(start))
+    sunk = problem.objective(y) < -_FAR * (1 + problem.objective(start).abs())
     F, elsewhere = problem.evaluate(y), problem.evaluate(y + _direction(y))
     same = batch.norm(F - elsewhere) <= 4 * math.sqrt(y.shape[1]) * torch.finfo(y.dtype).eps * batch.norm(F)
-    return bool((same & (batch.norm(F) > 0) & failed).any())
+    return bool((failed & (far | sunk | (same & (batch.norm(F) > 0)))).any())
 
 
 def jumps(problem: Problem, y: Tensor, among: Tensor) -> bool:
