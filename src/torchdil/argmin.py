@@ -13,7 +13,7 @@ from torchdil.batch import Layout
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import eager
 from torchdil.problem import Call, Statement, gradient
-from torchdil.solution import FailurePolicy, Solution
+from torchdil.solution import FailurePolicy, Solution, Y
 from torchdil.solve import solve
 from torchdil.solvers.base import Solver
 
@@ -33,13 +33,13 @@ class Argmin(Statement):
 @eager
 def argmin(
     score: Callable[..., Tensor],
-    y0: Any,
+    y0: Y,
     args: tuple[Any, ...] = (),
     *,
     solver: Solver | Callable[..., Any] | None = None,
     linear_solver: LinearSolver | None = None,
     on_failure: FailurePolicy = "warn",
-) -> Solution:
+) -> Solution[Y]:
     """Minimise `score` over y and differentiate through the answer: y = argmin_u f(u, *args).
 
     Gradients reach `args`, module parameters and whatever else `score` touches. They do not depend on `y0`.

@@ -49,7 +49,7 @@ class _Layer(nn.Module):
         report: the `Report` of the last call.
     """
 
-    _find: ClassVar[Callable[..., Solution]]
+    _find: ClassVar[Callable[..., Solution[Any]]]
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class _Layer(nn.Module):
             self._last = None if lost else map_tensors(lambda t: t.detach().clone(), solution.value)
         return solution.value
 
-    def _solve(self, y0: Any, args: tuple[Any, ...]) -> Solution:
+    def _solve(self, y0: Any, args: tuple[Any, ...]) -> Solution[Any]:
         return self._find(
             self.function,
             y0,

@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchdil.not_a_tensor import NotATensor
 
+Y = TypeVar("Y")
 FailurePolicy = Literal["raise", "warn", "ignore", "zero", "nan"]
 POLICIES = ("raise", "warn", "ignore", "zero", "nan")
 # How many samples a message names.
@@ -233,7 +234,7 @@ class Report:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Solution(NotATensor):
+class Solution(NotATensor, Generic[Y]):
     """The answer of `argmin`, `root` or `fixed_point`. `print(solution)` shows it with its report.
 
     Attributes:
@@ -243,7 +244,7 @@ class Solution(NotATensor):
         report: forward and, once `.backward()` has run, backward solve.
     """
 
-    value: Any
+    value: Y
     status: Tensor
     stats: Stats
     report: Report

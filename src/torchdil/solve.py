@@ -60,7 +60,7 @@ def solve(
     linear_solver: LinearSolver | None,
     on_failure: str,
     first: Any = None,
-) -> Solution:
+) -> Solution[Any]:
     """Solve, check and attach; `first` is the function's value at y0, in the mode of the call, if it is known."""
     solver = (Picard() if statement.name == "fixed_point" else Newton()) if solver is None else solver
     if isinstance(solver, type) or not (isinstance(solver, Solver) or callable(solver)):

@@ -22,7 +22,7 @@ from torchdil.ode.fixed import fixed_grid
 from torchdil.ode.methods import Method, method_of
 from torchdil.ode.recompute import recomputed
 from torchdil.ode.walk import Tolerances
-from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, check_policy
+from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, Y, check_policy
 from torchdil.solve import uncompiled
 from torchdil.solvers.base import Solver
 
@@ -32,7 +32,7 @@ GRADIENTS = ("ift", "adjoint", "backprop")
 @eager
 def odeint(
     func: Callable[..., Any],
-    y0: Any,
+    y0: Y,
     t: Tensor,
     *,
     method: Method | str = "backward_euler",
@@ -45,7 +45,7 @@ def odeint(
     options: dict[str, Any] | None = None,
     on_failure: FailurePolicy = "warn",
     verbose: bool = False,
-) -> Any:
+) -> Y:
     """y at the times t, with dy/dt = func(t, y) and y(t[0]) = y0, and its exact derivatives.
 
     A drop-in for `torchdiffeq.odeint`, for stiff and implicit problems. Gradients reach y0, t and every tensor that `func`
@@ -102,7 +102,7 @@ def odeint(
 @eager
 def solve(
     func: Callable[..., Any],
-    y0: Any,
+    y0: Y,
     t: Tensor,
     *,
     method: Method | str = "backward_euler",
@@ -115,7 +115,7 @@ def solve(
     options: dict[str, Any] | None = None,
     on_failure: FailurePolicy = "warn",
     verbose: bool = False,
-) -> Solution:
+) -> Solution[Y]:
     """`odeint` with its report.
 
     Args: as in `odeint`.
@@ -137,7 +137,7 @@ def solve(
         return _solve_again(func, y0, t, *settings)
 
 
-def _solve_again(func: Callable[..., Any], y0: Any, t: Tensor, *settings: Any) -> Solution:
+def _solve_again(func: Callable[..., Any], y0: Any, t: Tensor, *settings: Any) -> Solution[Any]:
     """Solve, and once more if what is remembered of func is out of date."""
     known = memory(uncompiled(func))
     before = bool(known)
@@ -163,7 +163,7 @@ def _solve(
     atol: float | None,
     options: dict[str, Any] | None,
     on_failure: str,
-) -> Solution:
+) -> Solution[Any]:
     method = method_of(method)
     check_policy(on_failure)
     if gradient not in GRADIENTS:
