@@ -68,7 +68,7 @@ def solve(
     report = Report(statement.layout.batch_shape)
     setting = Setting(statement, uncompiled(function), solver, _linear_solver(linear_solver), on_failure, report, first=first)
     y = setting.attached(y0, args)
-    if torch.is_grad_enabled() and not (y.requires_grad or transforms_active()):
+    if torch.is_grad_enabled() and not (y.requires_grad or transforms_active() or observer.get() is not None):
         warn_of_no_gradient(statement.argument, y0, (args, _parameters(function)))
     assert setting.report.forward is not None
     status, stats = setting.report.forward
