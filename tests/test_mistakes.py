@@ -200,6 +200,22 @@ STOPS = {
         ValueError,
         "low < high",
     ),
+    "dynamics without controls": (
+        lambda: dil.control.MPC(lambda x: x, lambda x, u: x.sum(-1), 3, 3)(X),
+        TypeError,
+        r"dynamics must be callable as dynamics\(x, u\): too many",
+    ),
+    "a terminal cost of the control": (
+        lambda: dil.control.MPC(lambda x, u: x + u, lambda x, u: x.sum(-1), 3, 3, terminal=lambda x, u: x.sum(-1))(X),
+        TypeError,
+        r"terminal must be callable as terminal\(x\): missing",
+    ),
+    "a setting in quotes": (lambda: dil.CG(damping="1e-3"), ValueError, "damping must be a number >= 0, got '1e-3'"),
+    "a network as the field": (
+        lambda: dil.NeuralODE(nn.Sequential(nn.Linear(3, 3)))(X, T),
+        TypeError,
+        r"func\(t, y\): too many",
+    ),
     # check_gradient
     "a tensor to check": (lambda: dil.check_gradient(argmin(args=(leaf(),)).value), TypeError, "module or a function"),
 }
@@ -237,6 +253,10 @@ WARNS = {
         "maximum or a saddle.*minimise its negative",
     ),
     "a linear score": (lambda: argmin(lambda y, x: (x * y).sum(-1)), "falls without end"),
+    "a cost that falls": (
+        lambda: dil.control.MPC(lambda x, u: x + u, lambda x, u: -(x**2).sum(-1), 3, 3)(X),
+        "cost falls without end",
+    ),
     "dropout": (lambda: argmin(changing(nn.Dropout(0.5))), r"another value each time.*dropout off with \.eval\(\)"),
     "noise": (lambda: argmin(changing(lambda x: x + torch.randn_like(x))), "draw the noise outside"),
     "dropout in a fixed point": (

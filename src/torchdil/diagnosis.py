@@ -49,14 +49,15 @@ def _cause(problem: Problem, start: Tensor, result: Result, args: Any, solver: s
     if not torch.equal(F.nan_to_num(), problem.evaluate(y).nan_to_num()):
         return f"{name} gives another value each time it is called: switch dropout off with .eval(), or draw the noise outside"
     if _mixes(problem, y, F):
-        whole = "return one score of shape () for all" if kind == "argmin" else "use batch_dims=0"
+        ways = {"argmin": "return one score of shape () for all", "plan": "treat each row of x and u alone"}
+        whole = ways.get(kind, "use batch_dims=0")
         return f"{name} mixes samples, which are solved on their own: {whole}, or switch batch normalisation to .eval()"
     if kind == "argmin" and not _is_slope(problem, y):
         return f"the derivative of {name} is not its slope: use no detach(), item() or numpy on the way from y to its value"
     if bool((result.status[failed] == Status.negative_curvature).any()):
         return "the point is a maximum or a saddle: start elsewhere, or, to maximise a score, minimise its negative"
-    if kind == "argmin" and _falls(problem, start, y, failed):
-        return f"{name} falls without end, so it has no minimum: add a term that grows with y, or check its sign"
+    if problem.objective is not None and problem.box is None and _falls(problem, start, y, failed):
+        return f"{name} falls without end, so it has no minimum: add a term that grows, or check its sign"
     if bool((result.status[failed] == Status.max_steps).all()):
         return ""  # all may be well so far
     if kind == "fixed_point" and solver == "Picard":
