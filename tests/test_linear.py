@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import torchdil as dil
 from torchdil.linear import (
     CG,
     GMRES,
@@ -611,3 +612,83 @@ def test_any_shape(samples, n, seed, transpose):
 def test_bad_fields(make, error, sentence):
     with pytest.raises(error, match=sentence):
         make()
+
+
+AT_ONCE = [
+    dil.Dense(),
+    dil.Dense(damping=0.3),
+    dil.CG(),
+    dil.CG(damping=0.3),
+    dil.GMRES(),
+    dil.GMRES(damping=0.3),
+    dil.CG(rtol=1e-4),
+]
+
+
+def at_once(solver, A, rhs, F, steps):
+    """What the solver gives in one go, as a `Result` where all samples are good, and which are."""
+    operator = Operator(lambda y: (A @ y.unsqueeze(2)).squeeze(2), torch.zeros_like(rhs), isinstance(solver, dil.CG))
+    one = solver.at_once(operator, True, steps)
+    x, good, *rest = one.routine(lambda p: ((A.mT @ p.unsqueeze(-1)).squeeze(-1),), rhs, F)
+    return one.result(rhs, F, x, *rest), good
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("solver", AT_ONCE, ids=str)
+def test_a_solve_at_once_equals_the_solve(solver, dtype):
+    generator = torch.Generator().manual_seed(0)
+    A, rhs, F = (torch.randn(*shape, generator=generator, dtype=dtype) for shape in ((5, 6, 6), (5, 6), (5, 6)))
+    A = (A @ A.mT / 6 if isinstance(solver, dil.CG) else 0.2 * A) + torch.eye(6, dtype=dtype)
+    rhs[3] = 0.0
+    result, good = at_once(solver, A, rhs, F, 6)
+    operator = Operator(lambda y: (A @ y.unsqueeze(2)).squeeze(2), torch.zeros_like(rhs), isinstance(solver, dil.CG))
+    operator.watched = F
+    plain = solver.solve(operator, rhs, transpose=True)
+    assert bool(good.all()) and bool((plain.status == dil.Status.converged).all())
+    exact = torch.linalg.solve(A.mT + solver.damping * torch.eye(6, dtype=dtype), rhs)
+    error, size = (torch.linalg.vector_norm(t, dim=1) for t in (result.value - exact, exact))
+    assert bool((error <= (10 * solver.rtol if solver.rtol else 1e-4 if dtype == torch.float32 else 1e-8) * size).all())
+    assert bool((result.status == dil.Status.converged).all()) and result.stats.method == plain.stats.method
+    assert bool((result.stats.residual <= 10 * result.stats.tolerance).all())
+    estimates = []
+    for stats in (result.stats, plain.stats):
+        stats.norm, stats.damping = torch.linalg.vector_norm(result.value, dim=1), solver.damping
+        estimates.append((stats.evidence.value_error(stats), stats.evidence.adjoint_error(stats)))
+    moved = torch.tensor([0, 1, 2, 4])
+    torch.testing.assert_close(estimates[0][0][moved], estimates[1][0][moved], rtol=0.3, atol=0)
+    true = torch.linalg.vector_norm(result.value - torch.linalg.solve(A.mT, rhs), dim=1) / torch.linalg.vector_norm(
+        torch.linalg.solve(A.mT, rhs), dim=1
+    )
+    bound = estimates[0][1].to(dtype)[moved] + (1e-4 if dtype == torch.float32 else 1e-12)
+    assert bool((true[moved] <= 3 * bound).all())
+    for one, other in zip(result.stats.spectrum.extremes(), plain.stats.spectrum.extremes(), strict=True):
+        torch.testing.assert_close(one[moved], other[moved], rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("solver", [dil.CG(), dil.GMRES()], ids=str)
+def test_a_solve_at_once_says_that_it_needs_more_steps(solver):
+    generator = torch.Generator().manual_seed(1)
+    A, rhs = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((3, 6, 6), (3, 6)))
+    A = A @ A.mT + torch.eye(6, dtype=torch.float64)
+    A[1] = torch.eye(6, dtype=torch.float64)  # one step is enough
+    _, good = at_once(solver, A, rhs, rhs, 1)
+    assert good.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("solver", [dil.Dense(), dil.CG(), dil.GMRES()], ids=str)
+@pytest.mark.parametrize("trouble", ["singular", "nan", "inf"])
+def test_a_solve_at_once_says_that_something_is_wrong(solver, trouble):
+    A = torch.eye(4, dtype=torch.float64).repeat(2, 1, 1) * torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    rhs = torch.ones(2, 4, dtype=torch.float64)
+    if trouble == "singular":
+        A[0, 0, 0] = 0.0
+    else:
+        rhs[0, 1] = float(trouble)
+    _, good = at_once(solver, A, rhs, rhs, 4)
+    assert good.tolist() == [False, True]
+
+
+def test_cg_at_once_sees_negative_curvature():
+    A = torch.diag(torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)).unsqueeze(0)
+    _, good = at_once(dil.CG(), A, torch.ones(1, 3, dtype=torch.float64), torch.ones(1, 3, dtype=torch.float64), 3)
+    assert not bool(good)

@@ -13,6 +13,7 @@ from torch.nn import functional
 import torchdil as dil
 from torchdil import traced
 from torchdil.captures import signature
+from torchdil.implicit import Condition
 from torchdil.linearize import split
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-12}
@@ -153,6 +154,19 @@ def exact(layer, x, v):
     return -(g @ of_x.reshape(n, -1)).reshape(x.shape), -(g @ of_W.reshape(n, -1)).reshape(layer.W.shape)
 
 
+@pytest.mark.parametrize("solver", [dil.Dense(), dil.CG(rtol=1e-11), dil.GMRES(rtol=1e-11), dil.GMRES(rtol=1e-11, damping=0.1)])
+def test_solves_at_once_are_used_and_right(solver, monkeypatch):
+    used = []
+    at_once = Condition.solve_at_once
+    monkeypatch.setattr(Condition, "solve_at_once", lambda *args: used.append(at_once(*args)) or used[-1])
+    layer = Layer(linear_solver=solver)
+    for seed in range(traced._PATIENCE + traced._CHECKED_FIRST + 12):
+        check(layer, seed) if not solver.damping else layer(draw(seed, 5, 4).requires_grad_()).sum().backward()
+    # The first with a trace and the twentieth are made step by step; so is one that takes more steps than those before.
+    made = [found is not None for found in used]
+    assert not any(made[: traced._CHECKED_FIRST - 1]) and sum(made) >= 7
+
+
 def check(layer, seed, **close):
     x, v = draw(100 + seed, *layer.shape).requires_grad_(), draw(200 + seed, *layer.shape)
     found = torch.autograd.grad((v * layer(x)).sum(), (x, layer.W), materialize_grads=True)
@@ -272,6 +286,69 @@ def test_what_cannot_be_seen_is_noticed(hidden, monkeypatch):
     for seed in range(3):
         run(seed)
     assert not traces()
+
+
+class Scaled(torch.autograd.Function):
+    """y, with a cotangent that is multiplied by a number from elsewhere."""
+
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, v):
+        return v * (Scaled.factor if "SCALED" not in os.environ else float(os.environ["SCALED"]))
+
+
+def scaled_gradient(W, seed):
+    x = draw(seed, 3, 4).requires_grad_()
+    residual = lambda y: Scaled.apply(y) - torch.tanh(y @ W) - x  # noqa: E731
+    y = dil.root(
+        residual, torch.zeros(3, 4, dtype=torch.float64), solver=dil.Newton(rtol=1e-12), on_failure="warn", batch_dims=1
+    )
+    return torch.autograd.grad(y.value.sum(), x)[0]
+
+
+def test_numbers_of_a_class_are_seen(monkeypatch):
+    W = 0.2 * draw(0, 4, 4)
+    monkeypatch.setattr(traced, "_PATIENCE", 0)
+    before = [scaled_gradient(W, 0) for _ in range(5)][-1]
+    assert traces()
+    Scaled.factor = 2.0
+    try:
+        after = scaled_gradient(W, 0)
+        traced.forget_all()
+        torch.testing.assert_close(after, scaled_gradient(W, 0), rtol=1e-9, atol=0)
+    finally:
+        Scaled.factor = 1.0
+    assert not torch.allclose(after, before)
+
+
+def test_a_hidden_change_of_the_derivative_alone_is_told(monkeypatch):
+    monkeypatch.setenv("SCALED", "1.0")
+    W = 0.2 * draw(0, 4, 4)
+    for seed in range(traced._PATIENCE + traced._CHECKED_FIRST + 1):
+        scaled_gradient(W, seed)
+    assert traces()
+    monkeypatch.setenv("SCALED", "2.0")
+    with pytest.warns(dil.ConvergenceWarning, match="up to nine gradients before this one may be wrong"):
+        for _ in range(traced._CHECKED_EVERY):
+            found = scaled_gradient(W, 0)
+    assert not traces()
+    traced.forget_all()
+    torch.testing.assert_close(found, scaled_gradient(W, 0), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("solver", [dil.Auto(rtol=1e-11), dil.CG(rtol=1e-11), dil.GMRES(rtol=1e-11), dil.Dense()])
+def test_backward_passes_through_one_point_do_not_differ(solver):
+    layer = Layer(linear_solver=solver, shape=(12, 4))
+    for seed in range(25):
+        x = draw(seed, 12, 4).requires_grad_()
+        y = layer(x).sum()
+        first, second = (torch.autograd.grad(y, (x, layer.W), retain_graph=True) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_a_branch_that_depends_on_y():

@@ -15,6 +15,7 @@ _SEARCH_LIMIT = 20_000
 # A key is made at every call, and must cost no more than it can save.
 _KEY_LIMIT = 1000
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+_OF_OTHERS = {"builtins", "torch", "numpy"}
 # What every module has, and what does not change what it computes.
 _OF_MODULES = frozenset(nn.Module().__dict__)
 
@@ -78,6 +79,11 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
             parts = list(_parts(item))
             key += (kind, len(parts))
             stack += parts
+        elif isinstance(item, type) and item.__module__ not in _OF_OTHERS and not item.__module__.startswith("torch."):
+            # A class of the user: its numbers, and what its functions read (the backward of an autograd.Function).
+            key.append(id(item))
+            parts = [getattr(part, "__func__", part) for part in vars(item).values()]
+            stack += (part for part in parts if type(part) in _PLAIN or isinstance(part, (types.FunctionType, Tensor)))
         elif isinstance(item, (type, types.ModuleType)) or not hasattr(item, "__dict__"):
             key += (kind, id(item))
         else:

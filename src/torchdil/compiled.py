@@ -155,9 +155,23 @@ class CudaGraph:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
                 self._outputs = function(*self._inputs, *captured)
+        self._places_in, self._places_out = _by_type(self._inputs), _by_type(self._outputs)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        results = [torch.empty_like(t) for t in self._outputs]
         with self._lock, torch.cuda.device(self._device):
-            torch._foreach_copy_(self._inputs, list(inputs))
+            _copy(self._places_in, self._inputs, inputs)
             self._graph.replay()
-            return tuple(t.clone() for t in self._outputs)
+            _copy(self._places_out, results, self._outputs)
+        return tuple(results)
+
+
+def _by_type(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The places of the tensors of each type."""
+    return [[i for i, t in enumerate(tensors) if t.dtype == dtype] for dtype in {t.dtype for t in tensors}]
+
+
+def _copy(places: list[list[int]], to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """One launch for all tensors of a type."""
+    for of in places:
+        torch._foreach_copy_([to[i] for i in of], [tensors[i] for i in of])

@@ -17,6 +17,7 @@ Inside `torch.func` transforms there is no such graph to walk; `torchdil.transfo
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,10 +32,16 @@ from torchdil.graph import Dependence, age, dependence, partial_derivatives
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import full_precision, no_tangents, plain_saving, tangents_active
 from torchdil.operator import Operator
-from torchdil.solution import Report, Result, Status, handle_failure, mask_failed
+from torchdil.solution import ConvergenceWarning, Report, Result, Status, handle_failure, mask_failed
 from torchdil.traced import Source
 
 Residual = Callable[[Tensor], Tensor]
+
+_STALE = (
+    "The derivatives of this implicit layer's function have changed while its value has not, by something that is neither a "
+    "tensor nor a number it reads: up to nine gradients before this one may be wrong; to prevent it, give "
+    "linear_solver=Auto(product='backward')."
+)
 
 # The true residual may exceed the one that a solver kept by recurrence this much before the solve counts as failed ...
 _SLACK = 10.0
@@ -84,9 +91,11 @@ class Condition:
             rhs = rhs.detach()
             if operator.source is not None:
                 operator.source.solved()
+            stale = False
             try:
                 value, status, stats = self._solve(operator, rhs, transpose)
                 doubtful = bool((status != int(Status.converged)).any())
+                stale = doubtful and operator.stale(value, transpose)
             except RuntimeError:
                 if not operator.traced:
                     raise
@@ -94,8 +103,12 @@ class Condition:
             if doubtful and operator.distrust():  # with true products, to be sure
                 value, status, stats = self._solve(operator, rhs, transpose)
                 doubtful = bool((status != int(Status.converged)).any())
+                if stale and self.on_failure in ("raise", "warn"):
+                    warnings.warn(_STALE, ConvergenceWarning, stacklevel=2)
             if not doubtful:
                 self.report.backward = self.report.outcome(status, stats)
+                if operator.source is not None and operator.traced and len(rhs):
+                    operator.source.took(self.linear_solver, stats.steps)
                 # Another tensor than the one that the report keeps: it may get a graph, which leads back to the report.
                 return mask_failed(value.detach(), self.failed, self.on_failure)
             status = torch.where(batch.finite(rhs), status, int(Status.non_finite))
@@ -104,13 +117,45 @@ class Condition:
             value = batch.select(status == Status.non_finite, torch.full_like(value, float("nan")), value)
             return mask_failed(value, failed.reshape(-1) | self.failed, self.on_failure)
 
+    def solve_at_once(self, operator: Operator, rhs: Tensor, boundary: list[Tensor]) -> tuple[Tensor | None, ...] | None:
+        """-gᵀ ∂F/∂t for each t of the boundary, Jᵀ g = rhs, by one function; None without one, or in trouble."""
+        source, F, solver = operator.source, operator.watched, self.linear_solver
+        if source is None or F is None or source.due or self.on_failure in ("zero", "nan") or not rhs.numel():
+            return None
+        if not source.pulls:
+            return None
+        at_once = solver.at_once(operator, True, source.expected(solver))
+        if at_once is None:
+            return None
+
+        def routine(product: Any, pull: Any, rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
+            x, good, steps, *noted = at_once.routine(product, rhs, F)
+            told = torch.stack((good.all().long(), steps.amax()))  # one tensor, to wait for it once
+            return *pull(-x), told, batch.norm(x), x, steps, *noted
+
+        with torch.no_grad(), no_tangents(), full_precision(rhs):
+            rhs = rhs.detach()
+            found = source.run((True, "pull"), ("solve", at_once.key), routine, (rhs, F))
+            count = source.pull_count
+            grads, (told, norm, *rest) = source.pulled(found[:count], boundary), found[count:]
+            solved, steps = told.tolist()
+            if grads is None or not solved:
+                return None
+            source.solved()
+            source.took(solver, steps)
+            _, status, stats = at_once.result(rhs, F, *rest)
+            stats.norm, stats.damping = norm, solver.damping
+            self.report.backward = self.report.outcome(status, stats)
+            return grads
+
     def _solve(self, operator: Operator, rhs: Tensor, transpose: bool) -> Result:
-        """What the linear solver gives, converged only where one product of autograd confirms it."""
+        """What the linear solver gives, converged only where one product more confirms it."""
         value, status, stats = self.linear_solver.solve(operator, rhs, transpose=transpose)
         # The residual that a solver keeps by recurrence drifts from the true one in low precision, and knows nothing of a
-        # function that mixes samples, nor of a trace that is out of date. One product tells.
+        # function that mixes samples, nor of a trace that is out of date. One product, now and then of autograd, tells.
+        trusted = operator.source is not None and operator.traced and not operator.source.due
         if not stats.verified or operator.traced:
-            remainder = rhs - operator.product(transpose)(value)
+            remainder = rhs - operator.product(transpose, "auto" if trusted else "backward")(value)
             if self.linear_solver.damping:
                 remainder -= self.linear_solver.damping * value
             stats.residual, stats.products = batch.norm(remainder), stats.products + 1
@@ -193,15 +238,21 @@ class _Link:
 
     def pull(self, g: Tensor) -> tuple[Tensor | None, ...]:
         """gᵀ ∂F/∂t for each t of the boundary that the backward pass asks for."""
-        # Of a leaf the engine does not tell.
-        asked = [t.grad_fn is None or torch._C._will_engine_execute_node(t.grad_fn) for t in self.boundary]
-        source = self.operator.source
+        asked, source = self._asked(), self.operator.source
         if all(asked) and source is not None and (found := source.pull(g, self.boundary)) is not None:
             return found
         needed = [t for t, wanted in zip(self.boundary, asked, strict=True) if wanted]
         leaf, _ = self.operator.graph()
         grads = iter(partial_derivatives(self.F, g, needed, leaf, create_graph=False))
         return tuple(next(grads) if wanted else None for wanted in asked)
+
+    def pull_at_once(self, v: Tensor) -> tuple[Tensor | None, ...] | None:
+        """-gᵀ ∂F/∂t for each t of the boundary, Jᵀ g = v, if all of them are asked for and all can be had in one go."""
+        return self.condition.solve_at_once(self.operator, v, self.boundary) if all(self._asked()) else None
+
+    def _asked(self) -> list[bool]:
+        """Which tensors of the boundary the backward pass asks for; of a leaf the engine does not tell."""
+        return [t.grad_fn is None or torch._C._will_engine_execute_node(t.grad_fn) for t in self.boundary]
 
     def solve(self, rhs: Tensor, transpose: bool) -> Tensor:
         return self.condition.solve(self.operator, rhs, transpose)
@@ -246,6 +297,8 @@ class _Implicit(torch.autograd.Function):
                 "explicit args, or one gradient at a time."
             )
         if not torch.is_grad_enabled() and not tangents_active():
+            if link.cut and (found := link.pull_at_once(v)) is not None:
+                return None, None, *found
             g = link.solve(v, link.transpose)
             return (None, None, *link.pull(-g)) if link.cut else (None, -g, *nothing)
         output, *_ = ctx.saved_tensors  # also raises if a tensor of the boundary was changed in place

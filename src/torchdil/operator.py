@@ -119,6 +119,14 @@ class Operator:
         finally:
             self.sure = False
 
+    def stale(self, p: Tensor, transpose: bool) -> bool:
+        """Whether a trace that solves before this one relied upon gives another product than autograd."""
+        if self.source is None or not self.source.used or not self.source.relied:
+            return False
+        true, traced = (self.product(transpose, strategy)(p) for strategy in ("backward", "auto"))
+        error, size = (torch.linalg.vector_norm(t) for t in (true - traced, true))
+        return bool(error > torch.finfo(p.dtype).eps ** 0.5 * size)
+
     def distrust(self) -> bool:
         """Give up the trace, if one was used."""
         if self.source is None or not self.source.used:
@@ -153,12 +161,16 @@ class Operator:
 
         return counted
 
-    def dense(self) -> Tensor:
-        """J as a (B, n, n) tensor: all rows in batched products, in chunks that bound the memory."""
-        samples, n = self.shape
+    @property
+    def dense_chunk(self) -> int:
+        """How many rows of J are made at once."""
         tensors = () if self.bound is None else pytree.tree_leaves(self.bound[1])
         weights = sum(t.numel() for t in tensors if isinstance(t, Tensor))
-        chunk = max(1, min(_DENSE_ROWS, _DENSE_CHUNK // max(1, samples * n, weights)))
+        return max(1, min(_DENSE_ROWS, _DENSE_CHUNK // max(1, self.y.numel(), weights)))
+
+    def dense(self) -> Tensor:
+        """J as a (B, n, n) tensor: all rows in batched products, in chunks that bound the memory."""
+        (samples, n), chunk = self.shape, self.dense_chunk
         if n <= chunk:
             units = torch.eye(n, dtype=self.y.dtype, device=self.y.device).unsqueeze(1).expand(-1, samples, -1)
             return self.rows(units).transpose(0, 1).contiguous()

@@ -5,15 +5,18 @@ few solves it is traced, and from then on products are made by what is left of t
 CUDA graph on a GPU. Tensors that the function reads are inputs of the trace, wherever it reads them from
 (`captures.signature`), and everything else that it reads is part of the key under which the trace is kept.
 
-That leaves what cannot be seen, a number in a file for example. So F by the trace is compared with F, and whoever solves with
-these products checks the solution by one product of autograd, and gives the trace up if it is wrong.
+That leaves what cannot be seen, a number in a file for example. So F by the trace is compared with F at every point. A backward
+pass that such a thing changes while F stays the same is no more than a possibility: whoever solves checks the first few
+solutions, and every tenth, by one product of autograd. In doubt the trace is given up.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,25 +29,32 @@ from torchdil.graph import partial_derivatives
 from torchdil.linearize import Split, add_in_place, split
 
 Product = Callable[[Tensor], Tensor]
-# A function of a product with J and tensors.
+# A function of linear functions and tensors.
 Routine = Callable[..., tuple[Tensor, ...]]
+# Which linear functions: True for Jᵀ, False for J, "pull" for gᵀ ∂F/∂θ.
+Parts = tuple[Hashable, ...]
 
 # Solves with the Jacobian of one function before it is traced, which takes a tenth of a second, and how many are remembered.
 _PATIENCE = 10
 _REMEMBERED = 64
+# Of the solves with a trace the first so many are checked by autograd, then every so manieth.
+_CHECKED_FIRST, _CHECKED_EVERY = 3, 10
+# The most steps of so many last solves are expected of the next.
+_RECENT = 10
 # Tensors that are no part of what a function reads, a constant for example: so many, with so many numbers in all.
 _MADE, _MADE_NUMBERS = 16, 2**10
 # A CUDA graph has no more numbers than this as its inputs.
-_CUDA_NUMBERS = 2**22
+_CUDA_NUMBERS = 2**24
 
 
 class _Memory:
-    """What is known of one function: how often its Jacobian was solved with, and its trace."""
+    """What is known of one function: how often its Jacobian was solved with, in how many steps, and its trace."""
 
     def __init__(self) -> None:
         self.solves = 0
         self.refused = False
         self.trace: _Trace | None = None
+        self.steps: dict[Hashable, deque[int]] = {}
 
 
 class _Trace:
@@ -77,16 +87,19 @@ class _Trace:
         return self._compiled("prelude", self._prelude, (), inputs)(*inputs)
 
     def bound(
-        self, part: Hashable, key: Hashable, routine: Routine, saved: tuple[Tensor, ...], tensors: tuple[Tensor, ...]
+        self, parts: Parts, key: Hashable, routine: Routine, saved: tuple[Tensor, ...], tensors: tuple[Tensor, ...]
     ) -> Callable[..., tuple[Tensor, ...]]:
-        """The function `*tensors -> routine(function, *tensors)` with the linear function of that part, for such tensors."""
-        count, linear = len(tensors), self._parts[part]
+        """The function `*tensors -> routine(*functions, *tensors)` with the linear functions of those parts."""
+        count, linear = len(tensors), [self._parts[part] for part in parts]
+        places = sorted({place for function in linear for place in function.places})
 
         def plain(*inputs: Tensor) -> tuple[Tensor, ...]:
-            return routine(lambda p: linear.module(p, *inputs[count:]), *inputs[:count])
+            at = dict(zip(places, inputs[count:], strict=True))
+            bound = (partial(_call, function.module, [at[place] for place in function.places]) for function in linear)
+            return routine(*bound, *inputs[:count])
 
-        key = (part, key, *((t.shape, t.dtype) for t in tensors))
-        taken = tuple(saved[place] for place in linear.places)
+        key = (parts, key, *((t.shape, t.dtype) for t in tensors))
+        taken = tuple(saved[place] for place in places)
         fast = self._compiled(key, plain, tensors, taken)
         return lambda *tensors: fast(*tensors, *taken)
 
@@ -107,7 +120,7 @@ class TracedJacobian:
     def product(self, p: Tensor) -> Tensor:
         """J p, (B, n) -> (B, n)."""
         if self._product is None:  # looked up once for all steps of a solve
-            self._product = self._source.bound(self._transpose, "product", lambda product, p: product(p), (p,))
+            self._product = self._source.bound((self._transpose,), "product", lambda product, p: product(p), (p,))
         return self._product(p.contiguous())[0]
 
     def rows(self, vectors: Tensor) -> Tensor:
@@ -116,7 +129,7 @@ class TracedJacobian:
 
     def run(self, key: Hashable, routine: Routine, *tensors: Tensor) -> tuple[Tensor, ...]:
         """`routine(product, *tensors)`, which must depend on nothing else but the key; `product(p)` gives a tuple of one."""
-        return self._source.run(self._transpose, key, routine, tensors)
+        return self._source.run((self._transpose,), key, routine, tensors)
 
 
 class Source:
@@ -146,6 +159,10 @@ class Source:
         self._memory: _Memory | None = None
         self._trace: _Trace | None = None
         self._tensors: list[Tensor] = []
+        self._versions: list[tuple[Tensor, int]] = []
+        # Fixed for this point: two backward passes through it must not differ in a bit.
+        self._due = True
+        self._expected: int | None = None
         self._saved: tuple[Tensor, ...] | None = None
         if torch.are_deterministic_algorithms_enabled():
             return  # rounding must not depend on how often it was called before
@@ -154,11 +171,14 @@ class Source:
         if (found := signature((parts, self._y, symmetric))) is None:
             return
         self._tensors, key = found
+        self._versions = [(t, t._version) for t in self._tensors if not t.is_inference()]
         with _lock:
             self._memory = _memories.pop(key, None) or _Memory()
             _memories[key] = self._memory  # at the end: those that were not used for longest are forgotten
             if len(_memories) > _REMEMBERED:
                 del _memories[next(iter(_memories))]
+        solves = self._memory.solves
+        self._due = solves < _PATIENCE + _CHECKED_FIRST or solves % _CHECKED_EVERY == 0
         # Traced now, when the function reads what it read for F, though it is used only in the backward pass.
         if self._memory.solves >= _PATIENCE and self._memory.trace is None and not self._memory.refused:
             self._make(residual, boundary)
@@ -173,10 +193,37 @@ class Source:
         """Whether gᵀ ∂F/∂θ is traced."""
         return self._ready() and self._trace is not None and bool(self._trace.pulled)
 
+    @property
+    def due(self) -> bool:
+        """Whether solves at this point are to be checked by autograd."""
+        return self._due or self._changed()
+
     def solved(self) -> None:
         """Count a solve."""
         if self._memory is not None:
             self._memory.solves += 1
+
+    @property
+    def relied(self) -> bool:
+        """Whether solves before this one were not checked."""
+        return self._memory is not None and self._memory.solves > _PATIENCE + _CHECKED_FIRST
+
+    @property
+    def pull_count(self) -> int:
+        """Of how many θ the trace gives gᵀ ∂F/∂θ."""
+        return 0 if self._trace is None else len(self._trace.pulled)
+
+    def expected(self, solver: Hashable) -> int:
+        """The most steps that this solver took of late; 0: not known."""
+        if self._expected is None and self._memory is not None:
+            self._expected = max(self._memory.steps.get(solver, ()), default=0)
+        return self._expected or 0
+
+    def took(self, solver: Hashable, steps: int | Tensor) -> None:
+        """The solver took so many steps, or so many each. CG with one problem on a CPU is faster with Python's numbers."""
+        if self._memory is not None and (self._y.is_cuda or len(self._y) > 1 or not self._symmetric):
+            steps = steps if isinstance(steps, int) else int(steps.max())
+            self._memory.steps.setdefault(solver, deque(maxlen=_RECENT)).append(steps)
 
     def linear(self, transpose: bool) -> TracedJacobian | None:
         """J, or with `transpose` Jᵀ, if it is traced."""
@@ -186,29 +233,36 @@ class Source:
         """gᵀ ∂F/∂t for each t in `boundary`, if it is traced."""
         if not self.pulls:
             return None
+        return self.pulled(self.run(("pull",), None, lambda pull, g: pull(g), (g,)), boundary)
+
+    def pulled(self, found: tuple[Tensor, ...], boundary: list[Tensor]) -> tuple[Tensor | None, ...] | None:
+        """What the trace of gᵀ ∂F/∂θ gives, in the order of `boundary`."""
         assert self._trace is not None
-        found = self.run("pull", None, lambda pull, g: pull(g), (g,))
         by_id = {id(self._tensors[place]): grad for place, grad in zip(self._trace.pulled, found, strict=True)}
         return tuple(by_id[id(t)] for t in boundary) if all(id(t) in by_id for t in boundary) else None
 
     @torch.no_grad()
     def bound(
-        self, part: Hashable, key: Hashable, routine: Routine, tensors: tuple[Tensor, ...]
+        self, parts: Parts, key: Hashable, routine: Routine, tensors: tuple[Tensor, ...]
     ) -> Callable[..., tuple[Tensor, ...]]:
         """See `_Trace`; after `linear` or `pulls` only, and to be called without grad, on contiguous tensors."""
         assert self._trace is not None and self._saved is not None
-        return self._trace.bound(part, key, routine, self._saved, tuple(t.contiguous() for t in tensors))
+        return self._trace.bound(parts, key, routine, self._saved, tuple(t.contiguous() for t in tensors))
 
     @torch.no_grad()
-    def run(self, part: Hashable, key: Hashable, routine: Routine, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """`routine(function, *tensors)` with the linear function of that part."""
-        return self.bound(part, key, routine, tensors)(*(t.contiguous() for t in tensors))
+    def run(self, parts: Parts, key: Hashable, routine: Routine, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """`routine(*functions, *tensors)` with the linear functions of those parts."""
+        return self.bound(parts, key, routine, tensors)(*(t.contiguous() for t in tensors))
 
     def forget(self) -> None:
         """The trace was wrong: this function is not to be traced again."""
         if self._memory is not None:
             self._memory.refused, self._memory.trace = True, None
         self._trace = self._saved = None
+
+    def _changed(self) -> bool:
+        """Whether a tensor was changed in place since F was evaluated: autograd refuses to go on then."""
+        return any(t._version != version for t, version in self._versions)
 
     @torch.no_grad()
     def _ready(self) -> bool:
@@ -225,7 +279,7 @@ class Source:
 
     def _close(self, F: Tensor) -> bool:
         """Whether F is the true one to rounding, of what it is a difference of."""
-        (change,) = self.run(True, "product", lambda product, p: product(p), (self._y,))
+        (change,) = self.run((True,), "product", lambda product, p: product(p), (self._y,))
         size, eps = batch.norm(change) + batch.norm(self._F), torch.finfo(F.dtype).eps
         same = (batch.norm(F - self._F) <= eps**0.5 * size + eps) | ~batch.finite(self._F)
         return bool(same.all())
@@ -275,6 +329,10 @@ def forget_all() -> None:
     """Forget all traces: what follows is rounded as in a new process."""
     with _lock:
         _memories.clear()
+
+
+def _call(module: Any, saved: list[Tensor], p: Tensor) -> tuple[Tensor, ...]:
+    return module(p, *saved)
 
 
 def _fast(function: Routine, tensors: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Routine:

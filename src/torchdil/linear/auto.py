@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.linear.base import LinearSolver
+from torchdil.linear.base import AtOnce, LinearSolver
 from torchdil.linear.bicgstab import BiCGStab
 from torchdil.linear.cg import CG
 from torchdil.linear.dense import Dense
@@ -58,10 +58,13 @@ class Auto(LinearSolver):
         if self.dense_below is not None and self.dense_below < 0:
             raise ValueError(f"dense_below must be at least 0, got {self.dense_below!r}.")
 
+    def at_once(self, operator: Operator, transpose: bool, expected: int) -> AtOnce | None:
+        krylov = CG if operator.symmetric else GMRES
+        solver = self._as(Dense) if self._directly(operator) else self._as(krylov, self.preconditioner)
+        return solver.at_once(operator, transpose, expected)
+
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
-        samples, n = rhs.shape
-        beside_cg = operator.symmetric and rhs.device.type == "cpu"
-        if direct_pays(samples, n, beside_cg) if self.dense_below is None else n <= self.dense_below:
+        if self._directly(operator):
             return self._as(Dense).solve(operator, rhs, start, transpose=transpose)
         # Built once, for both methods.
         precondition = self.preconditioning(operator, transpose)
@@ -78,6 +81,11 @@ class Auto(LinearSolver):
         # The others have nothing left to solve, and are done at step 0.
         rest, reached = (torch.where(failed.unsqueeze(1), a, 0.0) for a in (rhs, result.value))
         return combine(result, second.solve(operator, rest, reached, transpose=transpose), failed)
+
+    def _directly(self, operator: Operator) -> bool:
+        samples, n = operator.shape
+        beside_cg = operator.symmetric and operator.y.device.type == "cpu"
+        return direct_pays(samples, n, beside_cg) if self.dense_below is None else n <= self.dense_below
 
     def _as(self, solver: type[LinearSolver], preconditioner: Callable[[Tensor], Tensor] | None = None) -> LinearSolver:
         return solver(self.rtol, self.atol, self.max_steps, self.damping, preconditioner, self.product)

@@ -8,9 +8,9 @@ structure of its problem and ignore the products.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,21 @@ from torchdil.solution import Evidence, Result, Spectrum, Stats, Status
 
 # ‖A‖ ‖x‖ / ‖rhs‖ beyond which the x of a failed solve is the noise of a singular A, not a part of a solution.
 _WILD = 1e8
+
+
+class AtOnce(NamedTuple):
+    """A solve as one function of tensors, that asks nothing of them on its way: a single launch on a GPU.
+
+    Attributes:
+        key: what the function depends on, besides its arguments.
+        routine: `(product, rhs, F) -> (x, good, steps, residual, tolerance, *noted)`, where `product(p)` is a tuple of one and
+            `good`, (B,), says which samples were solved without any trouble, their true residual being below the tolerance.
+        result: `(rhs, F, *all that the routine gives but good) -> Result`, where all samples are good.
+    """
+
+    key: Hashable
+    routine: Callable[..., tuple[Tensor, ...]]
+    result: Callable[..., Result]
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,10 @@ class LinearSolver(ABC):
             start: an initial guess, (B, n); None: zero.
             transpose: solve with Jᵀ.
         """
+
+    def at_once(self, operator: Operator, transpose: bool, expected: int) -> AtOnce | None:
+        """The solve with a traced J, in about as many steps as expected (0: not known); None where it cannot be so."""
+        return None
 
     def system(self, operator: Operator, transpose: bool) -> Product:
         """p -> A p with the damping."""

@@ -20,13 +20,18 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.linear.base import LinearSolver
+from torchdil.linear.base import AtOnce, LinearSolver
 from torchdil.linear.evidence import Steps
+from torchdil.linear.fused import fused_steps
 from torchdil.linear.normal_cg import NormalCG
 from torchdil.linear.spectrum import Ritz
 from torchdil.operator import Operator, Product
-from torchdil.solution import Result, Status
+from torchdil.solution import Result, Stats, Status
 
+# The residual that CG keeps by recurrence is off by some eps ‖A‖ ‖x‖ a step; taken so many times for safety ...
+_DRIFT = 10.0
+# ... or, where that is too much, as in float32, the true residual may be so many times the tolerance.
+_SLACK = 10.0
 _ENDS = int(Status.negative_curvature), int(Status.breakdown)
 
 
@@ -44,6 +49,40 @@ class CG(LinearSolver):
     """
 
     flexible: bool = False
+
+    def at_once(self, operator: Operator, transpose: bool, expected: int) -> AtOnce | None:
+        if not expected or not operator.symmetric or self.preconditioner is not None or self.flexible:
+            return None
+
+        def routine(product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
+            tolerance, rr = self.tolerance(rhs), batch.dot(rhs, rhs)
+            initial = rr.sqrt()
+            running = initial > tolerance
+            steps = torch.zeros_like(running, dtype=torch.long)
+            status = torch.where(running, -1, int(Status.converged)).to(steps.dtype)
+            start = _State(torch.zeros_like(rhs), rhs.clone(), rhs.clone(), rr, rr, *_Many.range(rr), running, status, steps)
+            *found, noted = self._whole_steps(expected, product, *start, tolerance, F)
+            state, eps = _State(*found), torch.finfo(rhs.dtype).eps
+            good = (state.least > eps * state.largest) & (state.status == int(Status.converged)) & (initial < torch.inf)
+            residual = noted[-1, 0]
+            if rhs.dtype == torch.float64:  # what the recurrence may be off by
+                good &= _DRIFT * expected * eps * state.largest * batch.norm(state.x) <= tolerance
+            else:
+                residual = batch.norm(rhs - product(state.x)[0].add(state.x, alpha=self.damping))
+                good &= residual <= _SLACK * tolerance
+            return state.x, good, state.steps, residual, tolerance, state.largest, initial, noted
+
+        def result(
+            rhs: Tensor, F: Tensor, x: Tensor, steps: Tensor, residual: Tensor, tolerance: Tensor, *noted: Tensor
+        ) -> Result:
+            largest, initial, notes = noted
+            known = _Steps(_Many, rhs, [note.unbind() for note in notes.unbind()])
+            history = [initial, *notes[:, 0].unbind()]
+            evidence = Steps(known.lengths, history, initial, largest, "orthogonal", batch.norm(F), known.galerkin)
+            stats = Stats("CG", steps, residual, tolerance, expected, history, Ritz(known.coefficients), evidence=evidence)
+            return Result(x, torch.zeros_like(steps), stats)
+
+        return AtOnce(("CG", self.damping, self.rtol, self.atol, expected), routine, result)
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         if not operator.symmetric:
@@ -104,6 +143,9 @@ class CG(LinearSolver):
         *parts, tolerance, F = tensors
         system = (lambda p: product(p)[0].add(p, alpha=self.damping)) if self.damping else lambda p: product(p)[0]
         state, notes = _State(*parts), []
+        if tolerance.is_cuda:
+            state, noted = fused_steps(count, system, state, tolerance, F)
+            return *state, noted
         for _ in range(count):
             state, moved, rr, note = _descend(_Many, system, state, tolerance, F)
             state, beta = _turn(_Many, state, moved, state.r, rr, None)

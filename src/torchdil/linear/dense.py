@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.linear.base import LinearSolver
+from torchdil.linear.base import AtOnce, LinearSolver
 from torchdil.linear.evidence import Factored
 from torchdil.linear.spectrum import Matrix
 from torchdil.operator import Operator
@@ -34,6 +34,26 @@ class Dense(LinearSolver):
         >>> dil.argmin(score, y0, linear_solver=dil.Dense())
     """
 
+    def at_once(self, operator: Operator, transpose: bool, expected: int) -> AtOnce | None:
+        samples, n = operator.shape
+        y, symmetric = operator.y, operator.symmetric
+        if operator.dense_chunk < n or y.dtype not in (torch.float32, torch.float64):
+            return None
+
+        def routine(product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
+            units = torch.eye(n, dtype=rhs.dtype, device=rhs.device).unsqueeze(1).expand(-1, samples, -1)
+            A = torch.func.vmap(product)(units)[0].permute(1, 2, 0).contiguous()  # its columns are the products
+            torch.diagonal(A, dim1=1, dim2=2).add_(self.damping)
+            x, residual, tolerance, good = self._easily(A, rhs, symmetric)
+            return x, good, (tolerance > 0).long(), residual, tolerance, A
+
+        def result(rhs: Tensor, F: Tensor, x: Tensor, steps: Tensor, residual: Tensor, tolerance: Tensor, A: Tensor) -> Result:
+            evidence = Factored(A, rhs, x, watched=F if transpose or symmetric else None)
+            stats = Stats("Dense", steps, residual, tolerance, n, spectrum=Matrix(A, symmetric), evidence=evidence)
+            return Result(x, torch.zeros_like(steps), stats)
+
+        return AtOnce(("Dense", self.damping, self.rtol, self.atol), routine, result)
+
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         before = operator.products
         # The factorisations know float32 and float64 only.
@@ -43,15 +63,16 @@ class Dense(LinearSolver):
         diagonal = torch.diagonal(A, dim1=1, dim2=2)
         diagonal += self.damping
         evidence = partial(Factored, watched=operator.watched if transpose or operator.symmetric else None)
-        if operator.symmetric and (easy := self._definite(A, rhs)) is not None:
-            x, residual, tolerance = easy
+        easy = self._easily(A, rhs, operator.symmetric) if A.dtype == rhs.dtype else None
+        if easy is not None and bool(easy[3].all()):
+            x, residual, tolerance, _ = easy
             stats = Stats(
                 method="Dense",
                 steps=(tolerance > 0).long(),
                 residual=residual,
                 tolerance=tolerance,
                 products=operator.products - before,
-                spectrum=Matrix(A, symmetric=True),
+                spectrum=Matrix(A, operator.symmetric),
                 evidence=evidence(A, rhs, x),
             )
             return Result(x, torch.zeros_like(stats.steps), stats)
@@ -83,19 +104,19 @@ class Dense(LinearSolver):
         value = torch.where(whole.unsqueeze(1), x, torch.nan).to(rhs.dtype)
         return Result(value, torch.where(whole, status, int(Status.non_finite)), stats)
 
-    def _definite(self, A: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """x, its residual and its tolerance if all samples are positive definite, and at once solved well; else None."""
-        if A.dtype != b.dtype:
-            return None
-        L, info = torch.linalg.cholesky_ex(A)
-        x = torch.cholesky_solve(b.unsqueeze(2), L).squeeze(2)
-        pivots = torch.diagonal(L, dim1=1, dim2=2)
-        floor = _rank_floor(A) ** 0.5  # of their roots
+    def _easily(self, A: Tensor, b: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x, its residual, its tolerance, and which samples are far from singular (and positive definite) and solved well."""
+        if symmetric:
+            L, info = torch.linalg.cholesky_ex(A)
+            x = torch.cholesky_solve(b.unsqueeze(2), L).squeeze(2)
+            pivots, floor = torch.diagonal(L, dim1=1, dim2=2), _rank_floor(A) ** 0.5  # of their roots
+        else:
+            LU, order, info = torch.linalg.lu_factor_ex(A)
+            x = torch.linalg.lu_solve(LU, order, b.unsqueeze(2)).squeeze(2)
+            pivots, floor = torch.diagonal(LU, dim1=1, dim2=2).abs(), _rank_floor(A)
         residual, tolerance = batch.norm(_residual(A, b, x)), self.tolerance(b)
-        good = (
-            (residual <= tolerance) & (pivots.amin(dim=1) > floor * pivots.amax(dim=1)) & (info == 0) & (tolerance < torch.inf)
-        )
-        return (x, residual, tolerance) if bool(good.all()) else None
+        regular = (info == 0) & (pivots.amin(dim=1) > floor * pivots.amax(dim=1))
+        return x, residual, tolerance, regular & (residual <= tolerance) & (tolerance < torch.inf)
 
     @staticmethod
     def _factor_and_solve(A: Tensor, b: Tensor, tolerance: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, bool]:

@@ -6,17 +6,19 @@ A. Preconditioning from the right leaves the residual that is minimised, and tes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.linear.base import LinearSolver
+from torchdil.linear.base import AtOnce, LinearSolver
 from torchdil.linear.evidence import Steps
 from torchdil.linear.spectrum import Matrix
-from torchdil.operator import Operator
-from torchdil.solution import Result, Status
+from torchdil.operator import Operator, Product
+from torchdil.solution import Result, Stats, Status
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,13 @@ class GMRES(LinearSolver):
         system = self.system(operator, transpose)
         precondition = self.preconditioning(operator, transpose) or (lambda r: r)
         x, r = self.begin(system, rhs, start)
+        watched, progress = self.watched(operator, transpose), self.progress(batch.norm(r), rhs)
         samples, n = rhs.shape
         m = min(self.restart, n) if self.max_steps is None else min(self.restart, n, self.max_steps)
         eps = torch.finfo(rhs.dtype).eps
         largest, size = torch.zeros_like(rhs[:, 0]), torch.zeros_like(rhs[:, 0])  # of A M⁻¹, of A
-        spectrum = None
-        watched, seen = self.watched(operator, transpose), torch.zeros_like(largest)
+        first, seen = rhs.new_zeros(samples, 1, 0), torch.zeros_like(largest)
         lengths: list[Tensor] = []
-        progress = self.progress(batch.norm(r), rhs)
         while not progress.finished():
             beta = batch.norm(r)
             V = rhs.new_empty(samples, m + 1, n)
@@ -91,9 +92,9 @@ class GMRES(LinearSolver):
                 estimates.append(torch.where(active, beta * Q[:, k + 1, 0].abs(), estimates[-1]))
                 progress.advance(estimates[-1])
             k = len(estimates) - 1
-            if spectrum is None:  # the first cycle is the longest
+            if not first.numel():  # the first cycle is the longest
                 stepped = (progress.steps > 0)[:, None, None]
-                spectrum = Matrix(torch.where(stepped, H[:, : k + 1, :k], torch.nan))
+                first = torch.where(stepped, H[:, : k + 1, :k], torch.nan)
             inverse = _inverse(R[:, :k, :k])
             u = _trusted(inverse, g[:, :k], torch.stack(estimates, dim=1), eps * largest)
             lengths += torch.linalg.vector_norm(inverse * g[:, None, :k], dim=1).unbind(1)
@@ -106,11 +107,82 @@ class GMRES(LinearSolver):
             x, r = batch.select(better, trial, x), batch.select(better, r_trial, r)
             refuted = progress.correct(batch.norm(r))
             progress.settle(refuted & ~(batch.norm(r) < 0.5 * beta), self.attainable(size, x, rhs))
+        travelled = torch.stack(lengths) if lengths else rhs.new_zeros(0, samples)
         x = self.tamed(x, size, rhs, progress)
         method = ("preconditioned " if self.preconditioner is not None else "") + f"GMRES({self.restart})"
+        evidence = _Way(first, size, seen, travelled).evidence(rhs, watched, progress.history)
+        return self.result(x, progress, method, operator.products - before, Matrix(first), evidence)
+
+    def at_once(self, operator: Operator, transpose: bool, expected: int) -> AtOnce | None:
+        if not 0 < expected <= self.restart or self.preconditioner is not None:
+            return None
+
+        def routine(product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
+            def system(p: Tensor) -> Tensor:
+                return product(p)[0].add(p, alpha=self.damping) if self.damping else product(p)[0]
+
+            return self._all_steps(expected, system, rhs, F if transpose else None)
+
+        def result(
+            rhs: Tensor, F: Tensor, x: Tensor, steps: Tensor, residual: Tensor, tolerance: Tensor, *told: Tensor
+        ) -> Result:
+            history, way = [*told[0].unbind(1)[:-1], residual], _Way(*told[1:])
+            stats = Stats(f"GMRES({self.restart})", steps, residual, tolerance, expected + 1, history, Matrix(way.H))
+            stats.evidence = way.evidence(rhs, F if transpose else None, history)
+            return Result(x, torch.zeros_like(steps), stats)
+
+        return AtOnce(("GMRES", self.damping, self.rtol, self.atol, expected), routine, result)
+
+    def _all_steps(self, m: int, system: Product, rhs: Tensor, watched: Tensor | None) -> tuple[Tensor, ...]:
+        """What `AtOnce` asks for: m steps of all samples, and only then the least-squares problem, by its normal equations.
+
+        HᵀH = RᵀR with the R of H = QR, which is as good as H where H is not ill-conditioned; the residual tells.
+        """
+        samples, n = rhs.shape
+        beta, tiny = batch.norm(rhs), torch.finfo(rhs.dtype).tiny
+        V, H = rhs.new_empty(samples, m + 1, n), rhs.new_zeros(samples, m + 1, m)
+        V[:, 0] = rhs / beta.clamp_min(tiny).unsqueeze(1)
+        for k in range(m):
+            w, H[:, : k + 1, k] = _orthogonalise(system(V[:, k]), V[:, : k + 1])
+            below = batch.norm(w)
+            H[:, k + 1, k] = below
+            V[:, k + 1] = w / below.clamp_min(tiny).unsqueeze(1)
+        nothing = torch.where(beta > 0, 0.0, 1.0)[:, None, None]  # to solve: then any R will do
+        L, info = torch.linalg.cholesky_ex(H.mT @ H + nothing * torch.eye(m, dtype=rhs.dtype, device=rhs.device))
+        inverse = _inverse(L.mT)
+        g = beta.unsqueeze(1) * (inverse.mT @ H[:, 0].unsqueeze(2)).squeeze(2)
+        x = batch.combine(V[:, :m], batch.rows(inverse, g))
+        residual, tolerance = batch.norm(rhs - system(x)), self.tolerance(rhs)
+        # Each step multiplies the residual by the sine of its Givens rotation.
+        sines = torch.diagonal(H, -1, dim1=1, dim2=2) / torch.diagonal(L, dim1=1, dim2=2)
+        history = beta.unsqueeze(1) * torch.nn.functional.pad(sines.cumprod(dim=1), (1, 0), value=1.0)
+        size = torch.linalg.vector_norm(H, dim=1).amax(dim=1)
+        seen = torch.zeros_like(beta)
+        if watched is not None:  # A V R⁻¹ has orthonormal columns
+            seen = batch.norm(batch.combine(inverse, batch.rows(V[:, :m], watched)))
+        lengths = torch.linalg.vector_norm(inverse * g.unsqueeze(1), dim=1).mT
+        good = (info == 0) & (residual <= tolerance) & (beta < torch.inf)
+        return x, good, m * (beta > 0).long(), residual, tolerance, history, H, size, seen, lengths
+
+
+class _Way(NamedTuple):
+    """What the steps have told.
+
+    Attributes:
+        H: the Hessenberg matrix of the first cycle, (B, k + 1, k).
+        size: ‖A‖, (B,).
+        seen: ‖J⁻¹F‖ as far as seen, (B,).
+        lengths: of the steps, (steps, B).
+    """
+
+    H: Tensor
+    size: Tensor
+    seen: Tensor
+    lengths: Tensor
+
+    def evidence(self, rhs: Tensor, watched: Tensor | None, history: list[Tensor]) -> Steps:
         F = None if watched is None else batch.norm(watched)
-        evidence = Steps(lengths, progress.history, batch.norm(rhs), size, "minimal", F, seen)
-        return self.result(x, progress, method, operator.products - before, spectrum, evidence)
+        return Steps(list(self.lengths.unbind()), history, batch.norm(rhs), self.size, "minimal", F, self.seen)
 
 
 def _orthogonalise(w: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
