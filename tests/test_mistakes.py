@@ -324,6 +324,17 @@ def test_warns(name):
     assert re.search(words, str(caught[0].message)), str(caught[0].message)
 
 
+def test_causes_are_found_whatever_the_default_device():
+    tensors = Y0.cpu(), X.cpu()
+    before = torch.get_default_device()
+    torch.set_default_device("meta")
+    try:
+        with pytest.warns(dil.ConvergenceWarning, match="falls without end"):
+            dil.argmin(lambda y, x: -((y - x) ** 2).sum(-1), tensors[0], (tensors[1],))
+    finally:
+        torch.set_default_device(before)
+
+
 @pytest.mark.parametrize("policy", ["ignore", "zero", "nan"])
 def test_nothing_is_looked_for_where_nobody_would_hear(policy):
     calls = []
@@ -528,7 +539,7 @@ def test_errors_inside_the_function_are_the_users_own_with_a_note_of_what_it_was
     with pytest.raises(RuntimeError, match="The size of tensor a") as caught:
         argmin(y0=torch.zeros(5, 3, dtype=F64))
     assert caught.value.__notes__ == [
-        "This was the first call of score, with y and then args of: (5, 3) float64 cpu, (4, 3) float64 cpu."
+        f"This was the first call of score, with y and then args of: (5, 3) float64 {X.device}, (4, 3) float64 {X.device}."
     ]
     assert "This was the first call of score" in "".join(traceback.format_exception(caught.value))
     layer = dil.ArgminLayer(Energy(), init=(3,))

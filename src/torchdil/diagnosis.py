@@ -80,7 +80,8 @@ def _not_finite(name: str, start: Tensor, args: Any) -> str:
 
 def _direction(y: Tensor) -> Tensor:
     """A step in a random direction, the same each time, of the size of y or 1, (B, n)."""
-    d = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(y)
+    generator = torch.Generator("cpu").manual_seed(0)  # whatever torch's default device is
+    d = torch.randn(y.shape, generator=generator, dtype=torch.float64, device="cpu").to(y)
     return batch.scale(batch.norm(y).clamp_min(1.0) / batch.norm(d), d)
 
 
