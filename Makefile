@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench reproduce tutorials docs lint build clean
+.PHONY: help demo test bench reproduce tutorials docs lint build alone clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,17 @@ lint: $(INSTALLED)  ## check style, format and types
 
 build: $(INSTALLED)  ## build the sdist and the wheel into dist/
 	$(BIN)/python -m build
+
+# In a folder of its own, so that nothing of the clone is imported.
+alone: build  ## install the wheel and the sdist, each alone in a fresh environment, and try them there
+	for file in $(CURDIR)/dist/*.whl $(CURDIR)/dist/*.tar.gz; do \
+		place=$$(mktemp -d) && \
+		$(PYTHON) -m venv $$place/venv && \
+		$$place/venv/bin/pip install --quiet --constraint constraints.txt $$file && \
+		sed -n '/^```python/,/^```/p' README.md | sed '/^```/d' > $$place/readme.py && \
+		(cd $$place && venv/bin/python -W error -m torchdil && venv/bin/python -W error readme.py) && \
+		rm -r $$place || exit 1; \
+	done
 
 clean:  ## remove build outputs and caches; .venv and results/ stay
 	rm -rf dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis

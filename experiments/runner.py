@@ -59,6 +59,8 @@ PRESETS = ("smoke", "quick", "paper")
 COMMITTED = Path(__file__).parent / "results"
 # Fields of a Config that change no run.
 NEUTRAL = ("runs", "data", "together")
+# Seconds between two lines of progress where nobody watches a bar.
+SPEAK_EVERY = 60.0
 # Runs seed the random numbers of their process, and a worker of a cluster may have several threads.
 ALONE = threading.Lock()
 
@@ -193,12 +195,13 @@ def run(name: str, options: Options, console: Console | None = None) -> list[Rec
     missing = [(c, s) for c, s in plan if identity({"config": plain(c), "seed": s}) not in there]
     skipped: list[Record] = []
     columns = TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, TextColumn("{task.fields[last]}"), console=console) as progress:
+    done, began, spoken = 0, time.monotonic(), time.monotonic()
+    with Progress(*columns, TextColumn("{task.fields[left]}  {task.fields[last]}"), console=console) as progress:
 
         def say(text: str) -> None:
             progress.console.print(text, style="red", markup=False, highlight=False)
 
-        bar = progress.add_task(name, total=len(plan), completed=len(plan) - len(missing), last="")
+        bar = progress.add_task(name, total=len(plan), completed=len(plan) - len(missing), left="", last="")
         for new in _results(tasks(name, missing), options, say):
             store.add([record for record in new if "skipped" not in record])
             for record in new:
@@ -208,8 +211,20 @@ def run(name: str, options: Options, console: Console | None = None) -> list[Rec
                     if record["skipped"] not in [one["skipped"] for one in skipped]:
                         say(f"{name}: {record['skipped']}")
                     skipped.append(record)
-            progress.update(bar, advance=len(new), last=label(new[-1]))
+            done, now = done + len(new), time.monotonic()
+            left = time_left(done, len(missing), now - began)
+            progress.update(bar, advance=len(new), left=left, last=label(new[-1]))
+            if not console.is_terminal and now - spoken > SPEAK_EVERY:  # where a bar cannot be redrawn
+                spoken = now
+                console.print(f"{name}: {len(plan) - len(missing) + done} of {len(plan)}, {left}, {label(new[-1])}")
     return selected(name, options) + skipped
+
+
+def time_left(done: int, of: int, seconds: float) -> str:
+    """How long the rest will take if it goes on as it did, in words."""
+    rest = round(seconds / done * (of - done))
+    hours, minutes = rest // 3600, rest % 3600 // 60
+    return f"about {hours} h {minutes:02} min left" if hours else f"about {minutes} min {rest % 60:02} s left" if rest else ""
 
 
 def tasks(name: str, missing: Sequence[tuple[Any, int]]) -> list[Task]:

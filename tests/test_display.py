@@ -1,12 +1,19 @@
 """What a person sees: the live table of a solver, and the figure of a report."""
 
+import contextlib
+import importlib.util
 import io
+import os
+import re
 import sys
+import threading
+from unittest import mock
 
 import pytest
 import torch
 
 import torchdil as dil
+from torchdil import live
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
@@ -74,6 +81,166 @@ def test_a_terminal_that_knows_ascii_only(monkeypatch):
 def test_quiet_by_default(capsys):
     dil.argmin(score, torch.zeros_like(X), (X,))
     assert capsys.readouterr().out == ""
+
+
+class Terminal(io.TextIOWrapper):
+    """A stream that says it is a terminal."""
+
+    def __init__(self):
+        super().__init__(io.BytesIO(), encoding="utf-8", write_through=True)
+
+    def isatty(self):
+        return True
+
+    @property
+    def text(self):
+        return self.buffer.getvalue().decode()
+
+    @property
+    def lines(self):
+        """What stays on the screen: a line that is drawn again replaces what was there."""
+        screen, row = [""], 0
+        for piece in re.split(r"(\x1b\[[0-9;?]*[A-Za-z]|\r?\n|\r)", self.text):
+            if piece.endswith("\n"):
+                row += 1
+                screen += [""] * (row + 1 - len(screen))
+            elif piece.startswith("\x1b["):
+                if piece.endswith("A"):
+                    row -= int(piece[2:-1] or 1)
+                elif piece == "\x1b[2K":
+                    screen[row] = ""
+            elif piece != "\r":
+                screen[row] += piece
+        return [line.rstrip() for line in screen if line.strip()]
+
+
+@contextlib.contextmanager
+def on_a_terminal(**environment):
+    pytest.importorskip("rich")
+    stream = Terminal()
+    environment = {"TERM": "xterm", "COLUMNS": "100", "LINES": "30", "NO_COLOR": "1"} | environment
+    with mock.patch.dict(os.environ, environment), contextlib.redirect_stdout(stream):
+        yield stream
+        assert live._open == [] and sys.stdout is stream, "what was drawn on is given back"
+
+
+def rows_of(lines):
+    return [line.split() for line in lines if line.split()[0].isdigit()]
+
+
+def test_a_terminal_shows_one_table_that_is_redrawn():
+    with on_a_terminal() as terminal:
+        solution = dil.argmin(score, torch.zeros_like(X), (X,), solver=dil.Newton(verbose=True))
+    title, headings, rule, *rows, ending = terminal.lines
+    assert title.strip() == "Newton: argmin, 3 samples" and headings.split()[:2] == ["step", "running"] and set(rule) == {"─"}
+    assert ending == "  ended: converged 3"
+    assert [row.split()[0] for row in rows] == [str(k) for k in range(int(solution.stats.steps.max()) + 1)]
+    assert "\x1b[1A" in terminal.text  # drawn over what was there
+    assert terminal.text.rindex("\x1b[?25h") > terminal.text.rindex("\x1b[?25l")  # the cursor is back
+
+
+def test_a_long_table_is_cut_to_the_window_while_it_grows_and_whole_in_the_end(monkeypatch):
+    monkeypatch.setattr(live, "_RATE", 1e9)  # redrawn at every step
+    solver = dil.GradientDescent(step_size=1e-3, max_steps=205, verbose=True)
+    with on_a_terminal(LINES="12") as terminal:
+        dil.argmin(score, torch.zeros_like(X), (X,), solver=solver, on_failure="ignore")
+    drawn = [len(re.findall(r"\n", frame)) for frame in terminal.text.split("\x1b[?25h")[0].split("\x1b[1A")]
+    assert max(drawn[:-1]) <= 12
+    steps = [int(row[0]) for row in rows_of(terminal.lines)]
+    assert steps == [*range(20), *range(20, 200, 10), 200, 205]
+    assert " 203 " in terminal.text  # a step without a line of its own was seen in passing
+
+
+def test_tables_after_and_inside_each_other():
+    inner = dil.Newton(verbose=True)
+
+    def outer(y):
+        z = dil.argmin(lambda z, y: ((z - y) ** 2 + z**4).sum(-1), torch.zeros_like(y), (y,), solver=inner).value
+        return (z - 1).square().sum(-1)
+
+    start = torch.full((2, 1), 2.0, dtype=torch.float64)
+    search = dil.CEM(max_steps=3, polish=dil.LBFGS(verbose=True), verbose=True)
+    with on_a_terminal() as terminal:
+        dil.argmin(outer, start, solver=dil.LBFGS(verbose=True, max_steps=2), on_failure="ignore")
+        dil.argmin(score, torch.zeros_like(X), (X,), solver=search)
+    text = "\n".join(terminal.lines)
+    assert text.count("Newton: argmin, 2 samples") > 3 and text.count("LBFGS: argmin, 2 samples") > 1
+    assert "CEM: argmin, 3 samples" in text and text.index("CEM") < text.index("LBFGS: argmin, 3 samples")
+
+
+def test_an_error_on_the_way_leaves_the_table_and_the_terminal():
+    calls = []
+
+    def breaks(y, x):
+        calls.append(1)
+        if len(calls) > 30:
+            raise ValueError("mine")
+        print("from the score")
+        return score(y, x)
+
+    with on_a_terminal() as terminal, pytest.raises(ValueError, match="mine"):
+        dil.argmin(breaks, torch.zeros_like(X), (X,), solver=dil.GradientDescent(step_size=1e-3, verbose=True))
+    assert len(rows_of(terminal.lines)) > 10 and "from the score" in terminal.text
+
+
+@pytest.mark.parametrize("without", ["rich", "a terminal that moves its cursor", "the main thread"])
+def test_else_lines(monkeypatch, without):
+    if without == "rich":
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with on_a_terminal(TERM="dumb" if without.startswith("a terminal") else "xterm") as terminal:
+        thread = threading.Thread(target=lambda: dil.argmin(score, torch.zeros_like(X), (X,), solver=dil.Newton(verbose=True)))
+        thread.run() if without != "the main thread" else thread.start()
+        if without == "the main thread":
+            thread.join()
+    assert "\x1b" not in terminal.text and terminal.text.startswith("Newton: argmin, 3 samples\n")
+
+
+def swing(t, y):
+    return torch.stack((y[..., 1], -torch.sin(y[..., 0])), dim=-1)
+
+
+ODE = {
+    "all steps at once": ({}, "WholeTrajectory: ode, 3 samples", "running"),
+    "step by step": ({"solver": dil.ode.SimplifiedNewton()}, "Marching: ode, 3 samples", "t"),
+    "step by step by a solver of the core": ({"solver": dil.Newton()}, "Marching: ode, 3 samples", "t"),
+    "explicit": ({"method": "rk4"}, "Marching: ode, 3 samples", "t"),
+    "adaptive": ({"method": "kvaerno5", "rtol": 1e-6}, "adaptive Kvaerno5: ode, 3 samples", "t"),
+    "backprop": ({"gradient": "backprop"}, "backprop: ode", "t"),
+    "adjoint": ({"gradient": "adjoint"}, "WholeTrajectory: ode, 3 samples", "running"),
+}
+
+
+@pytest.mark.parametrize("name", ODE)
+def test_odeint_shows_its_steps(name, capsys):
+    settings, title, second = ODE[name]
+    y0, t = X.clone().requires_grad_(), torch.linspace(0, 1, 6, dtype=torch.float64)
+    quiet = dil.odeint(swing, y0, t, batch_dims=1, **settings)
+    assert capsys.readouterr().out == ""
+    shown = dil.odeint(swing, y0, t, batch_dims=1, verbose=True, **settings)
+    lines = capsys.readouterr().out.splitlines()
+    assert torch.equal(shown, quiet)
+    assert lines[0] == title and lines[1].split()[:2] == ["step", second] and "converged 3" in lines[-1]
+    rows = rows_of(lines)
+    assert [int(row[0]) for row in rows] == [*range(1, len(rows) + 1)]
+    if second == "t":
+        reached = [float(row[1]) for row in rows]
+        assert reached == sorted(reached) and reached[-1] == 1.0
+    shown.sum().backward()
+    assert capsys.readouterr().out == "", "the backward pass is quiet"
+
+
+def test_a_neural_ode_shows_its_steps(capsys):
+    node = dil.NeuralODE(swing, verbose=True)
+    node(X, torch.linspace(0, 1, 6, dtype=torch.float64))
+    assert capsys.readouterr().out.startswith("WholeTrajectory: ode, 3 samples")
+
+
+def test_a_long_way_back_in_time_in_a_terminal():
+    t = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    with on_a_terminal() as terminal:
+        dil.odeint(swing, X, t, batch_dims=1, method="radauIIA5", rtol=1e-6, verbose=True)
+    rows = rows_of(terminal.lines)
+    assert float(rows[-1][1]) == 0.0 and all(float(row[2]) < 0 for row in rows)
 
 
 def titles(figure):

@@ -86,6 +86,7 @@ def test_signature():
         "atol",
         "options",
         "on_failure",
+        "verbose",
     ]
     ode = inspect.signature(dil.odeint).parameters
     defaults = {name: p.default for name, p in parameters.items() if name not in ("field", "batch_dims")}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -47,6 +48,30 @@ def run(options, **changes):
     said = StringIO()
     records = runner.run(TOY, options._replace(**changes), Console(file=said, width=200))
     return records, said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("done", "of", "seconds", "words"),
+    [
+        (1, 4, 30.0, "about 1 min 30 s left"),
+        (2, 4, 7.0, "about 0 min 07 s left"),
+        (10, 110, 1200.0, "about 3 h 20 min left"),
+        (4, 4, 30.0, ""),
+    ],
+)
+def test_the_time_left_is_told_from_the_runs_so_far(done, of, seconds, words):
+    assert runner.time_left(done, of, seconds) == words
+
+
+def test_progress_and_the_time_left_are_shown(tmp_path, counts, monkeypatch):
+    monkeypatch.setattr(runner, "SPEAK_EVERY", 0.0)
+    options = Options("quick", tmp_path / "results", jobs=1)
+    _, log = run(options)  # a file: a line now and then, and the bar at the end
+    assert re.search(r"toy_experiment: 2 of 4, about \d+ min \d\d s left, good, seed 1", log) and "4/4" in log
+    watched = StringIO()
+    console = Console(file=watched, width=200, force_terminal=True)
+    runner.run(TOY, options._replace(again=True), console)
+    assert re.search(r"2/4.*about \d+ min \d\d s left", watched.getvalue()) and "2 of 4" not in watched.getvalue()
 
 
 def test_a_run_is_one_line_with_all_that_is_known_of_it(tmp_path, counts):

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -18,18 +19,19 @@ MAX_LINES = 400
 # From the bottom up: a module imports only from its own group's package or from groups above it in this list.
 LAYERS = [
     ("batch", "compiled", "captures", "linearize"),
-    ("plot", "graph"),
+    ("plot", "graph", "not_a_tensor"),
     ("solution", "traced"),
     ("live",),
     ("progress",),
     ("operator",),
     ("linear",),
     ("modes",),
+    ("arguments",),
     ("implicit",),
     ("transform",),
     ("problem",),
-    ("foreign", "solvers"),
-    ("arguments", "solve"),
+    ("foreign", "solvers", "diagnosis"),
+    ("solve",),
     ("argmin", "root", "fixed_point"),
     ("attach", "watch", "advice"),
     ("check",),
@@ -37,6 +39,7 @@ LAYERS = [
     ("ode",),
     ("control",),
     ("__init__",),
+    ("__main__",),
 ]
 RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}
 
@@ -170,3 +173,11 @@ def test_import_is_light():
     answer = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert answer.stderr == ""
     assert answer.stdout.split() == ["False"]
+
+
+def test_the_version_is_the_same_everywhere():
+    root = Path(__file__).parents[1]
+    cited = re.search(r"^version: (\S+)$", (root / "CITATION.cff").read_text(), re.MULTILINE)
+    latest = re.search(r"^## (\S+)", (root / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert cited is not None and latest is not None
+    assert cited.group(1) == latest.group(1) == dil.__version__

@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchdil.arguments import check_arguments
-from torchdil.batch import Layout, map_tensors
+from torchdil.arguments import check_arguments, first_value
+from torchdil.batch import Layout
 from torchdil.linear.base import LinearSolver
-from torchdil.modes import eager, observed_by
+from torchdil.modes import eager
 from torchdil.problem import Call, Statement, gradient
-from torchdil.solution import FailurePolicy, Solution
+from torchdil.solution import FailurePolicy, Solution, Y
 from torchdil.solve import solve
 from torchdil.solvers.base import Solver
 
@@ -33,13 +33,13 @@ class Argmin(Statement):
 @eager
 def argmin(
     score: Callable[..., Tensor],
-    y0: Any,
+    y0: Y,
     args: tuple[Any, ...] = (),
     *,
     solver: Solver | Callable[..., Any] | None = None,
     linear_solver: LinearSolver | None = None,
     on_failure: FailurePolicy = "warn",
-) -> Solution:
+) -> Solution[Y]:
     """Minimise `score` over y and differentiate through the answer: y = argmin_u f(u, *args).
 
     Gradients reach `args`, module parameters and whatever else `score` touches. They do not depend on `y0`.
@@ -62,9 +62,7 @@ def argmin(
         >>> y.sum().backward()
     """
     args = check_arguments(score, "score", y0, "y0", args, on_failure)
-    # In the mode of the call: what the function remembers from here (a cached weight) must keep its graph.
-    with observed_by(None):
-        value = score(map_tensors(Tensor.detach, y0), *args)
+    value = first_value(score, "score", y0, args)
     layout = Layout.of(y0, _batch_dims(value, y0))
     return solve(Argmin(layout), score, y0, args, solver, linear_solver, on_failure, value)
 

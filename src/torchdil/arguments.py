@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchdil.batch import map_tensors
 from torchdil.modes import observed_by
-from torchdil.solution import check_policy
+from torchdil.solution import check_policy, user_frame
 
 
 def check_arguments(function: Any, name: str, y0: Any, y_name: str, args: Any, on_failure: str) -> tuple[Any, ...]:
@@ -26,11 +28,43 @@ def check_arguments(function: Any, name: str, y0: Any, y_name: str, args: Any, o
     return tuple(args)
 
 
+def first_value(function: Callable[..., Any], name: str, y0: Any, args: tuple[Any, ...]) -> Any:
+    """The function's value at y0; raises one sentence if it cannot be called so, or changes y."""
+    y = map_tensors(lambda t: t.detach().clone(), y0)
+    try:
+        # In the mode of the call: what the function remembers from here (a cached weight) must keep its graph.
+        with observed_by(None):
+            value = function(y, *args)
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        check_signature(function, name, ("y", *(f"args[{k}]" for k in range(len(args)))), (y, *args))
+        given = ", ".join(_described(leaf) for leaf in pytree.tree_leaves((y, args)) if isinstance(leaf, Tensor))
+        error.add_note(f"This was the first call of {name}, with y and then args of: {given}.")
+        raise
+    if any(leaf._version for leaf in pytree.tree_leaves(y) if not leaf.is_inference()):
+        raise RuntimeError(f"{name} must not change y in place: write y = y - x and not y -= x, or work on y.clone().")
+    return value
+
+
+def check_signature(function: Any, name: str, parameters: tuple[str, ...], values: tuple[Any, ...]) -> list[str]:
+    """Raise one sentence if the function does not take these; returns its own names for them, as far as they are known."""
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):  # some built-in and scripted functions have none
+        return []
+    try:
+        signature.bind(*values)
+    except TypeError as error:
+        raise TypeError(f"{name} must be callable as {name}({', '.join(parameters)}): {error}.") from None
+    return list(signature.parameters)
+
+
+def _described(t: Tensor) -> str:
+    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} {t.device}"
+
+
 def check_output(function: Callable[..., Any], name: str, y0: Any, args: tuple[Any, ...]) -> Any:
     """The function's result at y0; raises one sentence if it is not like y."""
-    # In the mode of the call: what the function remembers from here (a cached weight) must keep its graph.
-    with observed_by(None):
-        value = function(map_tensors(Tensor.detach, y0), *args)
+    value = first_value(function, name, y0, args)
     expected, spec = pytree.tree_flatten(y0)
     got, got_spec = pytree.tree_flatten(value)
     if spec != got_spec or not all(isinstance(leaf, Tensor) for leaf in got):
@@ -56,7 +90,8 @@ def check_unknown(y: Any, name: str) -> None:
         if not isinstance(leaf, Tensor):
             raise TypeError(f"{name} must be a tensor or a nested tuple/dict of tensors, got {type(leaf).__name__}.")
         if not leaf.is_floating_point():
-            raise TypeError(f"{name} must have a real floating dtype, got {leaf.dtype}: use {name}.double() or .float().")
+            to_do = "torch.view_as_real" if leaf.is_complex() else f"{name}.double() or .float()"
+            raise TypeError(f"{name} must have a real floating dtype, got {leaf.dtype}: use {to_do}.")
     if len({leaf.dtype for leaf in leaves}) > 1:
         raise TypeError(f"{name} must have one dtype, got {', '.join(str(leaf.dtype) for leaf in leaves)}.")
     if len({leaf.device for leaf in leaves}) > 1:
@@ -69,3 +104,14 @@ def check_devices(y: Any, args: Any, name: str) -> None:
     for leaf in pytree.tree_leaves(args):
         if isinstance(leaf, Tensor) and leaf.device != device and leaf.dim() > 0:
             raise ValueError(f"args must be on the device of {name} ({device}), got a tensor on {leaf.device}.")
+
+
+def warn_of_no_gradient(name: str, y0: Any, given: Any) -> None:
+    """The answer has no gradient: warn if what was given says that somebody waits for one."""
+    if any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(given)):
+        why = f"{name} was given tensors that require grad, but depends on none of them: look for detach(), .data or item()"
+    elif any(t.requires_grad and t.is_leaf for t in pytree.tree_leaves(y0)):
+        why = f"y0 requires grad, but y does not depend on where the solver starts, and {name} on nothing that requires grad"
+    else:
+        return
+    warnings.warn(f"y has no gradient: {why}.", UserWarning, stacklevel=user_frame())

@@ -10,21 +10,21 @@ from torchdil.batch import Layout
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import eager
 from torchdil.root import Root
-from torchdil.solution import FailurePolicy
+from torchdil.solution import FailurePolicy, Y
 from torchdil.solve import attach_solution
 
 
 @eager
 def attach(
     residual: Callable[..., Any],
-    y_star: Any,
+    y_star: Y,
     args: tuple[Any, ...] = (),
     *,
     linear_solver: LinearSolver | None = None,
     batch_dims: int = 0,
     symmetric: bool = False,
     on_failure: FailurePolicy = "warn",
-) -> Any:
+) -> Y:
     """Give `y_star`, a solution of residual(y, *args) = 0 however found, its derivatives.
 
     Args:

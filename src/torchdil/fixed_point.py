@@ -12,7 +12,7 @@ from torchdil.batch import Layout
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import eager
 from torchdil.problem import Call, Statement
-from torchdil.solution import FailurePolicy, Solution
+from torchdil.solution import FailurePolicy, Solution, Y
 from torchdil.solve import solve
 from torchdil.solvers.base import Solver
 
@@ -29,14 +29,14 @@ class FixedPoint(Statement):
 @eager
 def fixed_point(
     g: Callable[..., Any],
-    y0: Any,
+    y0: Y,
     args: tuple[Any, ...] = (),
     *,
     solver: Solver | Callable[..., Any] | None = None,
     linear_solver: LinearSolver | None = None,
     batch_dims: int = 0,
     on_failure: FailurePolicy = "warn",
-) -> Solution:
+) -> Solution[Y]:
     """Find y with y = g(y, *args) and differentiate through the answer.
 
     Args:

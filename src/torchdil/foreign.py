@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchdil import batch
+from torchdil.arguments import check_signature
 from torchdil.batch import Layout
 from torchdil.graph import parameters
 from torchdil.modes import no_tangents
@@ -25,7 +26,12 @@ def run_foreign(solver: Callable[..., Any], user_call: Call | None, start: Tenso
         value = first if known else user_call(layout.unravel(start))
         found = parameters(pytree.tree_leaves(value))
         grads = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad._version) for leaf in found]
-        y = solver(user_call, layout.unravel(start.clone()))
+        given = (user_call, layout.unravel(start.clone()))
+        try:
+            y = solver(*given)
+        except TypeError:
+            check_signature(solver, "solver", ("fn", "y0"), given)
+            raise
     for leaf, grad, version in grads:
         if leaf.grad is not grad or (grad is not None and grad._version != version):
             raise RuntimeError(

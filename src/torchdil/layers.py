@@ -49,7 +49,7 @@ class _Layer(nn.Module):
         report: the `Report` of the last call.
     """
 
-    _find: ClassVar[Callable[..., Solution]]
+    _find: ClassVar[Callable[..., Solution[Any]]]
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class _Layer(nn.Module):
         if not callable(function):
             raise TypeError(f"The function of a layer must be callable as fn(y, x), got {type(function).__name__}.")
         check_policy(on_failure)
+        _check_init(init)
         self.function = function
         self.solver = solver
         self.linear_solver = linear_solver
@@ -81,7 +82,7 @@ class _Layer(nn.Module):
             self._last = None if lost else map_tensors(lambda t: t.detach().clone(), solution.value)
         return solution.value
 
-    def _solve(self, y0: Any, args: tuple[Any, ...]) -> Solution:
+    def _solve(self, y0: Any, args: tuple[Any, ...]) -> Solution[Any]:
         return self._find(
             self.function,
             y0,
@@ -213,6 +214,22 @@ class FixedPointLayer(_Layer):
 
     def _options(self) -> dict[str, Any]:
         return {"batch_dims": self.batch_dims}
+
+
+def _check_init(init: Any) -> None:
+    first = init.first if isinstance(init, LastSolution) else init
+    if first is None or callable(first):
+        return
+    for part in pytree.tree_leaves(first, is_leaf=_is_shape):
+        if not _is_shape(part):
+            raise TypeError(
+                "init must be the shape of y for one sample such as (3,), a nested tuple/dict of shapes, a callable of x, or "
+                f"LastSolution, got {_short(part)}."
+            )
+
+
+def _short(part: Any) -> str:
+    return f"a tensor of shape {tuple(part.shape)}" if isinstance(part, Tensor) else repr(part)
 
 
 def _initial(init: Any, x: Any) -> Any:

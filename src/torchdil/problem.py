@@ -174,9 +174,12 @@ def gradient(f: Callable[[Tensor], Tensor], y: Tensor, argument: str) -> tuple[T
         if not (create_graph and y.requires_grad):
             y = y.detach().requires_grad_()
         first = age(y)
-        value = f(y)
+        value = without_backward(f, y, argument)
         if not value.requires_grad:
-            raise ValueError(f"{argument} must depend on y differentiably, but its value has no gradient with respect to y.")
+            raise ValueError(
+                f"{argument} must depend on y differentiably, but its value has no gradient with respect to y: use operations "
+                "of torch, and no detach(), item() or numpy."
+            )
         one = torch.ones_like(value)
         if create_graph and has_custom_function(value, first):
             # A Function whose backward has no derivative says so only if its cotangent has one; else its curvature is lost.
@@ -185,6 +188,15 @@ def gradient(f: Callable[[Tensor], Tensor], y: Tensor, argument: str) -> tuple[T
     if grad is None:
         raise ValueError(f"{argument} must depend on y, but its value does not change with y.")
     return grad, value
+
+
+def without_backward(f: Callable[[Tensor], Tensor], y: Tensor, argument: str) -> Tensor:
+    """f(y); raises one sentence if that leaves a gradient in y, a leaf, and so in the parameters of f, too."""
+    clean = y.is_leaf and y.grad is None
+    value = f(y)
+    if clean and y.grad is not None:
+        raise RuntimeError(f"{argument} must not call .backward(), which fills .grad at every step: use torch.autograd.grad.")
+    return value
 
 
 def held(y: Tensor, grad: Tensor, box: Box) -> Tensor:

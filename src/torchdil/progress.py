@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchdil.batch import check_every
 from torchdil.live import LiveTable
-from torchdil.solution import Status
+from torchdil.solution import Status, tally
 
 _RUNNING = -1
 # Rare ends (non-finite values, stagnation) are looked for every so many steps: they cost more to test than convergence.
@@ -156,9 +156,7 @@ class Progress:
         self._show(last=True)
         status = torch.where(self._status == _RUNNING, int(Status.max_steps), self._status)
         if self._table is not None:
-            self._table.close(
-                ", ".join(f"{Status(code).name} {int((status == code).sum())}" for code in status.unique().tolist())
-            )
+            self._table.close(tally(status))
             self._table = None
         return status
 

@@ -12,11 +12,14 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from torchdil.not_a_tensor import NotATensor
+
+Y = TypeVar("Y")
 FailurePolicy = Literal["raise", "warn", "ignore", "zero", "nan"]
 POLICIES = ("raise", "warn", "ignore", "zero", "nan")
 # How many samples a message names.
@@ -113,6 +116,7 @@ class Stats:
         evidence: what the backward solve knows of the errors, worked out when asked for.
         verified: whether `residual` is the true one, by a product with J, and not a recurrence's.
         advice: what to change if the solve got stuck; empty: what the status says.
+        diagnosis: why the solve failed and what to change, where that was seen of the function; comes before `advice`.
         causes: why samples failed, where the problem knows better than the status: a sentence's part and its samples, (B,).
     """
 
@@ -129,6 +133,7 @@ class Stats:
     evidence: Evidence | None = None
     verified: bool = False
     advice: str = ""
+    diagnosis: str = ""
     causes: list[tuple[str, Tensor]] = field(default_factory=list)
 
 
@@ -228,9 +233,9 @@ class Report:
         return text_table([("", "forward", "backward"), *rows])
 
 
-@dataclass(frozen=True)
-class Solution:
-    """The answer of `argmin`, `root` or `fixed_point`.
+@dataclass(frozen=True, eq=False, repr=False)
+class Solution(NotATensor, Generic[Y]):
+    """The answer of `argmin`, `root` or `fixed_point`. `print(solution)` shows it with its report.
 
     Attributes:
         value: y, in the structure of y0, attached to the graph.
@@ -239,7 +244,7 @@ class Solution:
         report: forward and, once `.backward()` has run, backward solve.
     """
 
-    value: Any
+    value: Y
     status: Tensor
     stats: Stats
     report: Report
@@ -248,6 +253,9 @@ class Solution:
     def converged(self) -> Tensor:
         """Which samples converged, of shape () or (B,)."""
         return self.status == Status.converged
+
+    def __repr__(self) -> str:
+        return f"Solution: value\n{self.value}\n{self.report}"
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
@@ -271,8 +279,13 @@ def handle_failure(phase: str, outcome: Outcome, on_failure: str, report: Report
         message = _sentence(phase, outcome, failed)
         if on_failure == "raise":
             raise ConvergenceError(message, report)
-        warnings.warn(message, ConvergenceWarning, stacklevel=_user_frame())
+        warnings.warn(message, ConvergenceWarning, stacklevel=user_frame())
     return failed
+
+
+def tally(status: Tensor) -> str:
+    """How many samples ended how, such as "converged 3, stagnated 1"."""
+    return ", ".join(f"{Status(code).name} {int((status == code).sum())}" for code in status.unique().tolist())
 
 
 def mask_failed(g: Tensor, failed: Tensor, on_failure: str) -> Tensor:
@@ -288,7 +301,9 @@ def _sentence(phase: str, outcome: Outcome, failed: Tensor) -> str:
     status = Status(int(outcome.status.reshape(-1)[worst]))
     residual, tolerance = float(stats.residual.reshape(-1)[worst]), float(stats.tolerance.reshape(-1)[worst])
     stuck = status in (Status.max_steps, Status.stagnated, Status.breakdown, Status.not_stationary)
-    advice = stats.advice if stuck and stats.advice else status.advice
+    advice = f"To mend it: {stats.advice if stuck and stats.advice else status.advice}"
+    if stats.diagnosis:
+        advice = f"The cause: {stats.diagnosis}"
     known = [(cause, samples & failed.reshape(-1)) for cause, samples in stats.causes]
     causes = [f"{cause} ({_which(samples)})" for cause, samples in known if bool(samples.any())]
     if causes:
@@ -302,7 +317,7 @@ def _sentence(phase: str, outcome: Outcome, failed: Tensor) -> str:
     return (
         f"The {phase} solve ({stats.method}) failed for {int(failed.sum())} of {failed.numel()} samples; worst: "
         f"{status.name} after {int(stats.steps.reshape(-1)[worst])} steps ({status.message}), residual {residual:.2e}, "
-        f"tolerance {tolerance:.2e}. To mend it: {advice}."
+        f"tolerance {tolerance:.2e}. {advice}."
     )
 
 
@@ -313,7 +328,7 @@ def _which(samples: Tensor) -> str:
     return f"sample{'s' if len(numbers) > 1 else ''} {shown}"
 
 
-def _user_frame() -> int:
+def user_frame() -> int:
     """The stack level of the first caller outside this package and torch, where a warning is of use."""
     inside = tuple(os.path.join(os.path.dirname(file), "") for file in (__file__, torch.__file__))
     frame, level = sys._getframe(1), 1

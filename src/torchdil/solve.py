@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchdil import batch
+from torchdil.arguments import warn_of_no_gradient
 from torchdil.batch import Layout, map_tensors
+from torchdil.diagnosis import diagnose
 from torchdil.foreign import run_foreign
 from torchdil.implicit import Condition, Point
 from torchdil.linear import Auto, LinearSolver
 from torchdil.linear.curvature import negative_curvature
+from torchdil.live import showing
 from torchdil.modes import full_precision, no_tangents, observed_by, observer, plain_saving, tangents_active, transforms_active
-from torchdil.problem import Call, Problem, Statement
+from torchdil.problem import Call, Problem, Statement, without_backward
 from torchdil.solution import Report, Result, Solution, Stats, Status, handle_failure
 from torchdil.solvers.base import Solver
 from torchdil.solvers.newton import Newton
@@ -57,7 +60,7 @@ def solve(
     linear_solver: LinearSolver | None,
     on_failure: str,
     first: Any = None,
-) -> Solution:
+) -> Solution[Any]:
     """Solve, check and attach; `first` is the function's value at y0, in the mode of the call, if it is known."""
     solver = (Picard() if statement.name == "fixed_point" else Newton()) if solver is None else solver
     if isinstance(solver, type) or not (isinstance(solver, Solver) or callable(solver)):
@@ -65,6 +68,8 @@ def solve(
     report = Report(statement.layout.batch_shape)
     setting = Setting(statement, uncompiled(function), solver, _linear_solver(linear_solver), on_failure, report, first=first)
     y = setting.attached(y0, args)
+    if torch.is_grad_enabled() and not (y.requires_grad or transforms_active() or observer.get() is not None):
+        warn_of_no_gradient(statement.argument, y0, (args, _parameters(function)))
     assert setting.report.forward is not None
     status, stats = setting.report.forward
     return Solution(statement.layout.unravel(y), status, stats, setting.report)
@@ -147,7 +152,7 @@ class Setting:
         call, replay = self.counted(self.function), _replay(self.function)
 
         def residual(y: Tensor) -> Tensor:
-            return statement.residual(call, y, args)
+            return without_backward(lambda y: statement.residual(call, y, args), y, statement.argument)
 
         problem = self.problem(residual, lambda y: statement.objective(call, y, args))
         problem.bound = call, args
@@ -158,8 +163,10 @@ class Setting:
         condition.replay = lambda y: statement.residual(replay, y, args)
         condition.bound = replay, args
         user_call = functools.partial(_bind, call, args)
-        with plain_saving():
+        with plain_saving(), showing():
             result, point = self.find(problem, condition, start, user_call)
+        if self.on_failure in ("raise", "warn") and bool((result.status != Status.converged).any()):
+            result.stats.diagnosis = diagnose(problem, start, result, args, type(self.solver).__name__)
         condition.failed = self.conclude(result)
         replaced = None if watching is None else watching.found(self, problem, start, result)
         if replaced is not None:
@@ -197,7 +204,7 @@ class Setting:
             problem = self.problem(lambda y: residual(y, start, *operands), lambda y: objective(y, start, *operands))
             problem.bound = bound
             user_call = None if problem.bound is None else functools.partial(_bind, *problem.bound)
-            with torch.enable_grad(), plain_saving():
+            with torch.enable_grad(), plain_saving(), showing():
                 result, _ = self.find(problem, self.condition(problem.residual, problem), start, user_call)
             failed = self.conclude(result)
             return result.value.clone(), failed.unsqueeze(1).to(start.dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
+from torchdil.diagnosis import jumps
 from torchdil.linear import Auto, LinearSolver
 from torchdil.operator import Operator
 from torchdil.problem import Problem
@@ -69,8 +70,8 @@ class Watch:
     def found(self, setting: Setting, problem: Problem, start: Tensor, result: Result) -> Tensor | None:
         # What rounding leaves is a multiple of the tolerance of the exact solve, which asks for everything.
         exact = not isinstance(setting.solver, _Refine) or bool((result.stats.residual <= 1e6 * result.stats.tolerance).all())
-        jumps = not exact and _jumps(problem, result.value)
-        self.solves.append(Solve(setting, setting.report, result.value.detach().clone(), exact, jumps))
+        broken = not exact and jumps(problem, result.value, torch.ones_like(result.status, dtype=torch.bool))
+        self.solves.append(Solve(setting, setting.report, result.value.detach().clone(), exact, broken))
         y = None if self.unroll is None else self.unroll(setting, problem, start, result)
         self.unroll = None if y is None else self.unroll
         return y
@@ -108,15 +109,6 @@ class _Exact(LinearSolver):
         g = (inverse @ rhs.double().unsqueeze(2)).squeeze(2).to(rhs.dtype)
         zeros = torch.zeros_like(batch.norm(rhs))
         return self.result(g, Progress(zeros, zeros, 1, patience=1), "exact", operator.products)
-
-
-def _jumps(problem: Problem, y: Tensor) -> bool:
-    """Whether F changes by as much over a short way across y as over a longer one."""
-    d = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(y)
-    size, eps = batch.norm(y).clamp_min(1.0) / batch.norm(d), torch.finfo(y.dtype).eps
-    ways = [batch.scale(eps**power * size, d) for power in (0.25, 0.4)]
-    far, near = (batch.norm(problem.evaluate(y + way) - problem.evaluate(y - way)) for way in ways)
-    return bool((near > 0.5 * far).any())
 
 
 def own_steps(setting: Setting, problem: Problem, start: Tensor, result: Result) -> Tensor | None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchdil.arguments import check_unknown
+from torchdil.arguments import check_signature, check_unknown
 from torchdil.batch import Layout
 from torchdil.control.ddp import DDP
 from torchdil.control.plan import Cost, Dynamics, Plan, Planning, Terminal
@@ -246,9 +246,16 @@ def _check_count(name: str, number: Any) -> None:
 
 def _check_functions(plan: Plan, x: Tensor, u: Tensor) -> None:
     """Raise one sentence if dynamics or cost return something else than expected."""
-    with observed_by(None):
-        ahead, costs = plan.dynamics(x, u[:, 0]), plan.cost(x, u[:, 0])
-        final = costs if plan.terminal is None else plan.terminal(x)
+    try:
+        with observed_by(None):
+            ahead, costs = plan.dynamics(x, u[:, 0]), plan.cost(x, u[:, 0])
+            final = costs if plan.terminal is None else plan.terminal(x)
+    except TypeError:
+        check_signature(plan.dynamics, "dynamics", ("x", "u"), (x, u[:, 0]))
+        check_signature(plan.cost, "cost", ("x", "u"), (x, u[:, 0]))
+        if plan.terminal is not None:
+            check_signature(plan.terminal, "terminal", ("x",), (x,))
+        raise
     for name, value, shape in (("dynamics", ahead, x.shape), ("cost", costs, x.shape[:1]), ("terminal", final, x.shape[:1])):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must return a tensor, got {type(value).__name__}.")

@@ -64,7 +64,7 @@ class LinearSolver(ABC):
     def __post_init__(self) -> None:
         for name in ("rtol", "atol", "damping"):
             value = getattr(self, name)
-            if value is not None and not value >= 0:
+            if value is not None and (isinstance(value, str) or not value >= 0):
                 raise ValueError(f"{name} must be a number >= 0, got {value!r}.")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"max_steps must be at least 1, got {self.max_steps!r}.")

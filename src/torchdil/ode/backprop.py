@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
+from torchdil.live import TimeTable, asked, showing
 from torchdil.modes import full_precision, observed_by, transforms_active
 from torchdil.ode.equation import Equation, Grid
 from torchdil.ode.methods import Method
 from torchdil.ode.outcomes import together
 from torchdil.ode.trajectory import Trajectory
 from torchdil.problem import Problem
-from torchdil.solution import Outcome, Report, Result, Stats, Status, handle_failure, mask_failed
+from torchdil.solution import Outcome, Report, Result, Stats, Status, handle_failure, mask_failed, tally
 from torchdil.solvers import LBFGS, Anderson, Broyden, GradientDescent, Newton, Picard
 from torchdil.solvers.base import Solver
 
@@ -39,12 +40,18 @@ def unrolled_grid(equation: Equation, method: Method, grid: Grid, solver: Any, o
         raise TypeError(f'solver must be one of {names} with gradient="backprop", got {solver!r}.')
     statement = Trajectory(method, equation.layout, equation.field(), 1)
     step = _explicit if method.explicit else _implicit
-    states, outcomes = [equation.start], []
-    with full_precision(equation.start), observed_by(None):
-        for n in range(len(grid.times) - 1):
+    states, outcomes, last = [equation.start], list[Outcome](), len(grid.times) - 2
+    table = TimeTable("backprop: ode", "‖F‖, worst") if asked() else None
+    with full_precision(equation.start), observed_by(None), showing(False if table is not None else None):
+        for n in range(last + 1):
             rows, outcome = step(statement, equation, states[-1], grid.times[n : n + 2], solver or Newton())
             states.append(rows[:, -1])
             outcomes.append(outcome)
+            if table is not None:
+                size = (grid.times[n + 1] - grid.times[n]).abs()
+                table.row(n + 1, grid.times[n + 1], size, outcome.converged, outcome.stats.residual, last=n == last)
+        if table is not None:
+            table.close(tally(together(outcomes).status))
     report.forward = report.outcome(*together(outcomes))
     failed = handle_failure("forward", report.forward, on_failure, report).reshape(-1)
     ends = range(len(states) - 1) if grid.ends is None else grid.ends

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchdil.arguments import check_output, check_unknown
+from torchdil.arguments import check_output, check_signature, check_unknown
 from torchdil.batch import Layout
 from torchdil.compiled import memory
 from torchdil.modes import observed_by, plain_saving, transforms_active
@@ -104,7 +103,7 @@ class Equation:
         key = ("equation", layout, first.dtype, first.device, getattr(func, "training", None))
         known = memory(func)
         if key not in known:  # the call of a check takes as long as a part of the solve
-            _check_signature(func)
+            _check_order(func)
             with observed_by(None), plain_saving():
                 check_output(lambda y: func(t.detach()[0].to(first.dtype), y), "func", y0, ())
             known[key] = True
@@ -131,13 +130,11 @@ class Equation:
         return many.unravel(states.transpose(0, 1).flatten(0, 1))
 
 
-def _check_signature(func: Callable[..., Any]) -> None:
-    try:
-        inspect.signature(func).bind(None, None)
-    except ValueError:  # a built-in function without one
-        return
-    except TypeError as error:
-        raise TypeError(f"func must be callable as func(t, y): {error}.") from None
+def _check_order(func: Callable[..., Any]) -> None:
+    """Raise one sentence if the function's own names say that it takes the time second, as SciPy's `odeint` wants it."""
+    names = check_signature(func, "func", ("t", "y"), (None, None))
+    if len(names) > 1 and names[1] == "t" != names[0]:
+        raise TypeError(f"func is called as func(t, y), but its parameters are ({', '.join(names)}): change their order.")
 
 
 def _times(t: Any, first: Tensor) -> Tensor:
@@ -146,7 +143,7 @@ def _times(t: Any, first: Tensor) -> Tensor:
     if t.dim() != 1 or len(t) < 2:
         raise ValueError(f"t must be a 1-D tensor of at least two times, got shape {tuple(t.shape)}.")
     if not t.is_floating_point():
-        raise TypeError(f"t must have a floating dtype, got {t.dtype}.")
+        raise TypeError(f"t must have a floating dtype, got {t.dtype}: use t.to({first.dtype}).")
     if t.device != first.device:
         raise ValueError(f"t must be on the device of y0, {first.device}, got {t.device}.")
     if transforms_active():  # their values may not be at hand

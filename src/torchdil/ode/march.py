@@ -16,12 +16,13 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.linear import Auto
+from torchdil.live import TimeTable, asked, showing
 from torchdil.ode.bidiagonal import Bidiagonal
 from torchdil.ode.newton import SimplifiedNewton
 from torchdil.ode.step import StepSolver
 from torchdil.ode.trajectory import Trajectory
 from torchdil.problem import Call, Problem
-from torchdil.solution import Result, Stats, Status
+from torchdil.solution import Result, Stats, Status, tally
 from torchdil.solvers.base import Solver
 from torchdil.solvers.newton import Newton
 
@@ -73,7 +74,10 @@ class Marching(Solver):
             if not problem.unrolled:
                 first, times = batch.map_tensors(Tensor.detach, first), times.detach()
             march = _March(self, call, self.statement.state.ravel(first), times, y0.dtype)
-            rows, residuals = march.run(self.table(problem, len(y0)))
+            shown = self.verbose or asked()
+            table = TimeTable(self.title(problem, len(y0)), "‖F‖, worst") if shown else None
+            with showing(False if shown else None):  # what solves a step shows itself only if it was told so
+                rows, residuals = march.run(table)
         failed = march.status != Status.converged
         stats = Stats(
             method=march.name,
@@ -129,7 +133,7 @@ class _March:
             return "step by step"
         return f"step by step, {self.title}" + (", then Newton" if self.rescued else "")
 
-    def run(self, table: Any) -> tuple[list[Tensor], list[Tensor]]:
+    def run(self, table: TimeTable | None) -> tuple[list[Tensor], list[Tensor]]:
         """The rows of each step, (B, m, D), and what is left of its ‖F‖, (B,)."""
         quick = self.method.explicit or isinstance(self.inner, SimplifiedNewton)
         step = self._quick() if quick else self._ordinary
@@ -147,10 +151,10 @@ class _March:
             residuals.append(residual)
             self.y = found[:, -1]
             if table is not None:
-                table.row(n + 1, self.alive, residual, last=n == self.statement.steps - 1)
+                h = self.h[..., n].abs().amax()
+                table.row(n + 1, self.times[..., n + 1].max(), h, self.alive, residual, last=n == self.statement.steps - 1)
         if table is not None:
-            codes = self.status.unique().tolist()
-            table.close(", ".join(f"{Status(code).name} {int((self.status == code).sum())}" for code in codes))
+            table.close(tally(self.status))
         return rows, residuals
 
     def fail(self, failed: Tensor, status: Tensor | Status) -> None:

@@ -307,6 +307,9 @@ _BY_NAME: dict[str, Method] = {name: kind() for kind in _SINGLE for name in kind
 _BY_NAME |= {"gl4": GaussLegendre(4), "gl6": GaussLegendre(6), "radau": RadauIIA(5)}
 _BY_NAME |= {f"{name}{order}": RadauIIA(order) for order in (3, 5) for name in ("radauiia", "radau")}
 
+# torchdiffeq's adaptive methods.
+_EXPLICIT = ("dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun")
+
 
 def method_of(given: Any) -> Method:
     """The method that an object or a string names; torchdiffeq's names are known too, in any case."""
@@ -316,6 +319,8 @@ def method_of(given: Any) -> Method:
         raise TypeError(f"method must be an object, got the class {given.__name__}: write {given.__name__}().")
     if not isinstance(given, str):
         raise TypeError(f"method must be a torchdil.ode method such as BackwardEuler() or its name, got {given!r}.")
+    if given.lower() in _EXPLICIT:
+        raise ValueError(f'method must be one for stiff equations, got {given!r}: use "kvaerno5", which adapts its steps, too.')
     if given.lower() not in _BY_NAME:
         raise ValueError(f"method must be one of {', '.join(sorted(_BY_NAME))}, got {given!r}.")
     return _BY_NAME[given.lower()]

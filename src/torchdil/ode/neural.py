@@ -36,6 +36,7 @@ class NeuralODE(nn.Module):
         atol: absolute tolerance, as in `odeint`.
         options: more settings, as in `odeint`.
         on_failure: what to do when a solve fails, as in `odeint`.
+        verbose: show the steps while they are taken, as in `odeint`.
 
     Attributes:
         report: the `Report` of the last call.
@@ -65,6 +66,7 @@ class NeuralODE(nn.Module):
         atol: float | None = None,
         options: dict[str, Any] | None = None,
         on_failure: FailurePolicy = "warn",
+        verbose: bool = False,
     ):
         super().__init__()
         if not callable(field):
@@ -82,6 +84,7 @@ class NeuralODE(nn.Module):
         self.rtol, self.atol = rtol, atol
         self.options = options
         self.on_failure: FailurePolicy = on_failure
+        self.verbose = verbose
         self.report: Report | None = None
 
     @eager
@@ -100,6 +103,7 @@ class NeuralODE(nn.Module):
             atol=self.atol,
             options=self.options,
             on_failure=self.on_failure,
+            verbose=self.verbose,
         )
         self.report = solution.report
         return solution.value

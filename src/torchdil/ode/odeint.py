@@ -11,6 +11,7 @@ from torch import Tensor
 from torchdil.batch import map_tensors
 from torchdil.compiled import memory
 from torchdil.linear.base import LinearSolver
+from torchdil.live import showing
 from torchdil.modes import eager, full_precision
 from torchdil.ode.adaptive import adaptive
 from torchdil.ode.adaptive_adjoint import adaptive_adjoint
@@ -21,7 +22,7 @@ from torchdil.ode.fixed import fixed_grid
 from torchdil.ode.methods import Method, method_of
 from torchdil.ode.recompute import recomputed
 from torchdil.ode.walk import Tolerances
-from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, check_policy
+from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, Y, check_policy
 from torchdil.solve import uncompiled
 from torchdil.solvers.base import Solver
 
@@ -31,7 +32,7 @@ GRADIENTS = ("ift", "adjoint", "backprop")
 @eager
 def odeint(
     func: Callable[..., Any],
-    y0: Any,
+    y0: Y,
     t: Tensor,
     *,
     method: Method | str = "backward_euler",
@@ -43,7 +44,8 @@ def odeint(
     atol: float | None = None,
     options: dict[str, Any] | None = None,
     on_failure: FailurePolicy = "warn",
-) -> Any:
+    verbose: bool = False,
+) -> Y:
     """y at the times t, with dy/dt = func(t, y) and y(t[0]) = y0, and its exact derivatives.
 
     A drop-in for `torchdiffeq.odeint`, for stiff and implicit problems. Gradients reach y0, t and every tensor that `func`
@@ -71,6 +73,7 @@ def odeint(
         options: a dict of `step_size` or `substeps` (the grid between outputs; one step each by default), `max_steps` and
             `first_step` (adaptive), `checkpoint` (True: O(√T) memory), `adjoint` ("reverse" or "stored").
         on_failure: "raise", "warn" or "ignore", or "zero" / "nan" for the gradient of the samples that failed.
+        verbose: show a table that grows while the equation is solved: a line a step, or an iteration on all steps.
 
     Returns:
         y at the times t, (T, *y0.shape), in the structure of y0. `torchdil.ode.solve` gives the report, too.
@@ -92,13 +95,14 @@ def odeint(
         atol=atol,
         options=options,
         on_failure=on_failure,
+        verbose=verbose,
     ).value
 
 
 @eager
 def solve(
     func: Callable[..., Any],
-    y0: Any,
+    y0: Y,
     t: Tensor,
     *,
     method: Method | str = "backward_euler",
@@ -110,7 +114,8 @@ def solve(
     atol: float | None = None,
     options: dict[str, Any] | None = None,
     on_failure: FailurePolicy = "warn",
-) -> Solution:
+    verbose: bool = False,
+) -> Solution[Y]:
     """`odeint` with its report.
 
     Args: as in `odeint`.
@@ -124,10 +129,16 @@ def solve(
         >>> print(solution.report)
     """
     settings = (method, gradient, solver, linear_solver, batch_dims, rtol, atol, options, on_failure)
-    if torch.is_inference_mode_enabled():  # solvers need gradients, which its tensors cannot have
-        with torch.inference_mode(False), torch.no_grad():
-            y0, t = map_tensors(lambda a: a.clone() if a.is_inference() else a, (y0, t))
-            return _solve(func, y0, t, *settings)
+    with showing(True if verbose else None):
+        if torch.is_inference_mode_enabled():  # solvers need gradients, which its tensors cannot have
+            with torch.inference_mode(False), torch.no_grad():
+                y0, t = map_tensors(lambda a: a.clone() if a.is_inference() else a, (y0, t))
+                return _solve(func, y0, t, *settings)
+        return _solve_again(func, y0, t, *settings)
+
+
+def _solve_again(func: Callable[..., Any], y0: Any, t: Tensor, *settings: Any) -> Solution[Any]:
+    """Solve, and once more if what is remembered of func is out of date."""
     known = memory(uncompiled(func))
     before = bool(known)
     try:
@@ -152,7 +163,7 @@ def _solve(
     atol: float | None,
     options: dict[str, Any] | None,
     on_failure: str,
-) -> Solution:
+) -> Solution[Any]:
     method = method_of(method)
     check_policy(on_failure)
     if gradient not in GRADIENTS:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
+from torchdil.live import TimeTable, asked, showing
 from torchdil.ode.equation import Equation, Options
 from torchdil.ode.field import Field
 from torchdil.ode.interpolant import Interpolant
 from torchdil.ode.methods import Method
 from torchdil.ode.newton import SimplifiedNewton
 from torchdil.ode.step import StepSolver
-from torchdil.solution import Result, Stats, Status
+from torchdil.solution import Result, Stats, Status, tally
 
 _RTOL, _ATOL = 1e-3, 1e-6
 # The least rtol that a dtype has digits for.
@@ -147,13 +148,23 @@ class Walk:
 
     def run(self) -> None:
         """Step until every sample has arrived or failed."""
-        for _ in range(self._options.max_steps):
-            if not bool(self._running.any()):
-                return
-            self._step()
-        self.status = torch.where(self._running, int(Status.max_steps), self.status)
+        many = "" if len(self.status) == 1 else f", {len(self.status)} samples"
+        table = TimeTable(f"adaptive {type(self._method).__name__}: ode{many}", "error, worst") if asked() else None
+        with showing():
+            for step in range(self._options.max_steps):
+                if not bool(self._running.any()):
+                    break
+                before = self._t
+                size, error = self._step()
+                if table is not None:
+                    last = not bool(self._running.any())
+                    table.row(step + 1, *self._slowest(before, size), self._running, error, last=last)
+            self.status = torch.where(self._running, int(Status.max_steps), self.status)
+            if table is not None:
+                table.close(f"{tally(self.status)}; {int(self.accepted.max())} steps, {int(self.rejected.max())} rejected")
 
-    def _step(self) -> None:
+    def _step(self) -> tuple[Tensor, Tensor]:
+        """One step of all who run: its sizes and estimated errors, in units of the tolerance, (B,)."""
         y, t, solver, running = self._y, self._t, self._solver, self._running
         last = self._h >= (self._end - t).abs() * (1 - 1e-9)
         ahead = torch.where(running, torch.where(last, self._end, t + self._sign * self._h), t)
@@ -191,6 +202,12 @@ class Walk:
             code = torch.where(torch.isfinite(error) & batch.finite(new), int(Status.stagnated), int(Status.non_finite))
             self.status = torch.where(short, code, self.status)
             self._running = self._running & ~short
+        return size, torch.where(running, error, torch.nan)
+
+    def _slowest(self, before: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the sample is that was the last of all before a step, and the size of the step."""
+        last = (self._sign * before).argmin()
+        return self._t[last], size[last]
 
     def _prepare(self, size: Tensor, h: Tensor) -> None:
         """J and its matrix, where they are not up to date."""

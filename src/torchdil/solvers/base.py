@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.live import LiveTable
+from torchdil.live import LiveTable, asked
 from torchdil.problem import Problem
 from torchdil.progress import Progress
 from torchdil.solution import Result, Stats, Status
@@ -29,7 +29,7 @@ class Solver(ABC):
             None: 1e-10 in float64, 1e-5 in float32.
         atol: or when ‖F(y)‖ <= atol.
         max_steps: the most iterations.
-        verbose: print a table that grows by one line a step.
+        verbose: show a table that grows by one line a step, redrawn in place in a terminal if `rich` is installed.
     """
 
     keeps_bounds: ClassVar[bool] = False  # whether it can solve an argmin in a box
@@ -83,8 +83,11 @@ class Solver(ABC):
 
     def table(self, problem: Problem, samples: int) -> LiveTable | None:
         """Where to show each step, if asked for."""
-        many = "" if samples == 1 else f", {samples} samples"
-        return LiveTable(f"{type(self).__name__}: {problem.name}{many}") if self.verbose else None
+        return LiveTable(self.title(problem, samples)) if self.verbose or asked() else None
+
+    def title(self, problem: Problem, samples: int) -> str:
+        """Who solves what."""
+        return f"{type(self).__name__}: {problem.name}{'' if samples == 1 else f', {samples} samples'}"
 
     def result(self, y: Tensor, progress: Progress) -> Result:
         """What a solver returns once `progress` is finished."""
