@@ -49,26 +49,26 @@ class Config:
         steps, step_size: T and h.
         tolerance: the largest |y_n - y_{n-1} - h f(y_n)|.
         rounds, calls: a system has its turn in each round, for as many timed calls after one more.
-        adjoint_rounds: the rounds of torchdiffeq's adjoint, which takes seconds.
+        long_rounds: the rounds of a system whose calls take long.
         device: where.
     """
 
-    states: tuple[int, ...] = (2, 50)
+    states: tuple[int, ...] = (2, 50, 500)
     batches: tuple[int, ...] = (1, 64)
     steps: int = 100
     step_size: float = 0.1
     tolerance: float = 1e-5
     rounds: int = 20
     calls: int = 2
-    adjoint_rounds: int = 5
+    long_rounds: int = 5
     device: str = "cpu"
 
     @staticmethod
     def preset(name: str, device: str = "cpu") -> Config:
         if name == "smoke":
-            return Config(states=(2,), batches=(2,), steps=10, rounds=2, calls=1, adjoint_rounds=1, device=device)
+            return Config(states=(2,), batches=(2,), steps=10, rounds=2, calls=1, long_rounds=1, device=device)
         if device == "cuda":
-            return Config(states=(2,), batches=(64, 1024), adjoint_rounds=3, device=device)
+            return Config(states=(2,), batches=(64, 1024), long_rounds=3, device=device)
         return Config()
 
 
@@ -237,7 +237,7 @@ def _case(problem: Problem, worker: Worker | None, path: str) -> dict[str, Any]:
                 block(name, what, WARM_UP)
     for number in range(config.rounds):
         for name in names:
-            if name != ADJOINT or number < config.adjoint_rounds:
+            if turns[name][1] or number < config.long_rounds:
                 for what in ("forward", "both"):
                     times[name][what].append(block(name, what, *turns[name]))
     for name in names:
