@@ -252,6 +252,8 @@ def _check_functions(plan: Plan, x: Tensor, u: Tensor) -> None:
     for name, value, shape in (("dynamics", ahead, x.shape), ("cost", costs, x.shape[:1]), ("terminal", final, x.shape[:1])):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must return a tensor, got {type(value).__name__}.")
+        if value.layout != torch.strided:
+            raise TypeError(f"{name} must return a dense tensor, got {value.layout}.")
         if value.shape != shape:
             raise ValueError(
                 f"{name} must return shape {tuple(shape)} for x of shape {tuple(x.shape)}, got {tuple(value.shape)}."
