@@ -167,7 +167,7 @@ class Setting:
         lost = result.status == Status.non_finite
         if self.on_failure == "zero" and bool(lost.any()):
             # Their gradient is zero, but zero times a derivative at infinity would be NaN, in parameters shared with others.
-            point = Point(condition, batch.select(lost, start, result.value))
+            point = Point(condition, batch.select(lost, start.nan_to_num(0.0, 0.0, 0.0), result.value))
             point.y = result.value
         return point.attach()
 
@@ -301,7 +301,8 @@ class Setting:
             stats.products, stats.advice = self.calls + result.stats.products, self.statement.advice
             if size is not None:
                 stats.tolerance = (rtol * size).clamp_min(atol)
-                met = self.statement.counted(F, y, start) <= stats.tolerance
+                # A difference, for infinite is not small: numbers near the end of the dtype have no norm.
+                met = self.statement.counted(F, y, start) - stats.tolerance <= 0
                 if bool((met & (status == Status.converged)).all()):  # then y is finite, too
                     return Result(y, status, stats)
             full = self.statement.size(point.operator, y, start)
