@@ -27,7 +27,7 @@ def junk(draw: Draw, t: Tensor) -> Any:
             t.tolist(),
             np.zeros(t.shape),
             t.long(),
-            t > 0,
+            t.isnan(),
             t.half(),
             t.to(torch.complex64),
             t.to(other),
