@@ -126,7 +126,7 @@ class Work:
         self.linear = nn.Linear(4, 4, dtype=torch.float64).to(device)
         self.deq = dil.FixedPointLayer(lambda y, x: 0.5 * torch.tanh(self.linear(y) + x), init=(4,), solver=dil.Anderson())
         self.root = dil.RootLayer(lambda y, x: y**3 + 2 * y + 0.1 * self.linear(y) - x, init=(4,), linear_solver=dil.GMRES())
-        self.node = dil.NeuralODE(lambda t, y: -(y**3) + torch.tanh(self.linear(y)), method="trapezoid")
+        self.node = dil.NeuralODE(lambda t, y: torch.tanh(self.linear(y)) - y, method="trapezoid")
         self.times = torch.linspace(0, 1, 5, dtype=torch.float64, device=device)
         self.mpc = dil.control.MPC(lambda x, u: x + 0.1 * torch.tanh(self.linear(x)) + 0.1 * u, self.cost, 3, 4)
         self.optimiser = torch.optim.SGD(self.parameters(), lr=1e-3)
