@@ -1,5 +1,6 @@
 """The runner of experiments: no finished run is lost or made twice, whatever happens to the others."""
 
+import contextlib
 import json
 import os
 import signal
@@ -151,12 +152,15 @@ from pathlib import Path
 from experiments import runner
 runner.run({TOY!r}, runner.Options("quick", Path({str(tmp_path)!r}), jobs={jobs}))
 """
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=TESTS.parent, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, cwd=TESTS.parent, stderr=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + 60
     while len(Store(tmp_path, TOY).records()) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its workers, who would wait for it for five minutes
     there = [record["seed"] for record in Store(tmp_path, TOY).records()]
     assert len(there) in (2, 3, 4)[: 1 + jobs]  # more may come at once
     records, _ = run(Options("quick", tmp_path, jobs=1))
@@ -175,10 +179,7 @@ def test_a_file_that_was_cut_short_is_mended(tmp_path, counts):
     with pytest.warns(UserWarning, match=rf"{TOY}\.jsonl has a line that is no run of {TOY} \(4\): they are left out"):
         assert len(Store(tmp_path, TOY).records()) == 3
     records, said = run(options)
-    assert (
-        f"{path} has a line that is no run of {TOY} (4): they are in {path}.aside now, and what is missing is run again."
-        in said
-    )
+    assert f"{path} has a line that is no run of {TOY} (4): they are in {path}.aside now" in said
     assert len(runner.finished(records)) == 4
     assert made(counts) == {"good-0": 1, "good-1": 1, "good-2": 1, "good-3": 2}
     assert (tmp_path / f"{TOY}.jsonl.aside").read_bytes() == whole[:-40].split(b"\n")[-1] + b"\n"
