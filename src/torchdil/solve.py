@@ -136,7 +136,15 @@ class Setting:
                 self.first = None
                 return self.transformed(y0, args)
             if watching is None:
-                return self.plain(y0, args)
+                try:
+                    return self.plain(y0, args)
+                except RuntimeError as error:
+                    if "setStorage" not in str(error):
+                        raise
+                    raise RuntimeError(
+                        f"{self.statement.argument} uses parameters that are freed after each call, as fully_shard does: shard "
+                        "the layer as a whole, fully_shard(layer), so that they stay for all calls of a solve."
+                    ) from error
             with observed_by(None):  # solves inside the function are part of the function
                 watching.begins(self)
                 return self.plain(y0, args, watching)
