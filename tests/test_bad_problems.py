@@ -113,6 +113,11 @@ def test_a_cotangent_whose_norm_is_infinite_is_reported(linear_solver):
     assert right or solution.report.backward.status != dil.Status.converged
 
 
+def test_a_callable_solver_may_have_nothing_to_do():
+    solution = dil.argmin(lambda y: (y**2).sum(1), torch.zeros(0, 2), solver=lambda f, y: y)
+    assert solution.value.shape == (0, 2) and solution.status.shape == (0,)
+
+
 def test_a_riccati_equation_whose_norms_are_infinite_is_reported():
     A, B, Q, R = double([0.5, 1.2], [0.6, 0.0]), double([0.0], [0.1]), 1e200 * torch.eye(2, dtype=torch.float64), double([2.0])
     with pytest.warns(dil.ConvergenceWarning, match="non_finite"):
