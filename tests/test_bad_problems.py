@@ -124,6 +124,18 @@ def test_a_riccati_equation_whose_norms_are_infinite_is_reported():
         dil.control.dare(A, B, Q, R)
 
 
+@pytest.mark.parametrize("policy", ["ignore", "zero", "nan"])
+def test_a_matrix_that_does_not_solve_the_riccati_equation_is_no_answer(policy):
+    """Without a stabilising solution, S and K are NaN, and so are the gradients, or zero; the other system keeps its own."""
+    A, B = double(0.8146, 0.5).view(2, 1, 1).requires_grad_(), double([-1.0088, -0.8033])
+    R = double([2.0024, 0.8799], [0.8799, 1.2913])
+    for find in (dil.control.dare, dil.control.dlqr):
+        found = find(A, B, double(-0.2624, 1.0).view(2, 1, 1), R, on_failure=policy)
+        assert found[0].isnan().all() and found[1].isfinite().all()
+        (grad,) = torch.autograd.grad(found.sum(), A)
+        assert grad[1].isfinite().all() and (grad[0] == 0 if policy == "zero" else grad[0].isnan()).all()
+
+
 def test_where_states_cost_nothing_a_stable_system_is_left_alone():
     A, B = double([0.5, 0.3], [-0.2, -0.9]), double([1.0], [-0.3])
     Q = torch.zeros(2, 2, dtype=torch.float64, requires_grad=True)

@@ -300,7 +300,13 @@ def dare(
     rows = tuple(t.reshape(shape.numel(), t.shape[-2] * t.shape[-1]) for t in (A, B, Q, R))
     setting = Setting(statement, riccati_residual, Doubling(), linear_solver or Stein(), on_failure, Report(shape))
     start = Q.detach().nan_to_num(0.0, 0.0, 0.0)
-    return setting.attached(start, rows).reshape(*shape, n, n)
+    S = setting.attached(start, rows).reshape(*shape, n, n)
+    forward = setting.report.forward
+    if forward is None or forward.status.shape != shape or bool(forward.converged.all()):
+        return S
+    # Also where a matrix was found that does not solve the equation; of the others, derivatives stay as they are.
+    failed = ~forward.converged[..., None, None]
+    return torch.where(failed, torch.nan, S) if on_failure == "zero" else S * torch.where(failed, torch.nan, 1.0).to(S.dtype)
 
 
 @eager
