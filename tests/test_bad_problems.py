@@ -113,6 +113,12 @@ def test_a_cotangent_whose_norm_is_infinite_is_reported(linear_solver):
     assert right or solution.report.backward.status != dil.Status.converged
 
 
+def test_the_edge_of_where_a_score_is_defined_is_no_minimum():
+    """The slope of √(0.3 - y) grows towards the edge, its curvature faster: beside that the slope looks small."""
+    solution = dil.argmin(lambda y: ((y - 2) ** 2 + torch.sqrt(0.3 - y)).sum(), double(0.1), on_failure="ignore")
+    assert solution.status != dil.Status.converged
+
+
 def test_a_callable_solver_may_have_nothing_to_do():
     solution = dil.argmin(lambda y: (y**2).sum(1), torch.zeros(0, 2), solver=lambda f, y: y)
     assert solution.value.shape == (0, 2) and solution.status.shape == (0,)

@@ -297,7 +297,9 @@ class Setting:
             result = Result(value, torch.where(refuted, more.status, result.status), more.stats)
         judged.stats.history, judged.stats.steps = history, steps
         condition.pairs = problem.pairs
-        return self.curved(judged, point), point
+        # What a solver gave up on it has not looked at, though it may be good enough.
+        looked = result.status == Status.converged if solver.sees_curvature else None
+        return self.curved(judged, point, looked), point
 
     def judge(self, result: Result, point: Point, start: Tensor | None, rtol: float, atol: float) -> Result:
         """The result with ‖F‖ at its value, and the status that follows from it."""
@@ -325,11 +327,13 @@ class Setting:
             status = torch.where(batch.finite(y) & torch.isfinite(residual), status, int(Status.non_finite))
             return Result(y, status, stats)
 
-    def curved(self, result: Result, point: Point) -> Result:
-        """The result, its status `negative_curvature` where what was found is no minimum."""
+    def curved(self, result: Result, point: Point, looked: Tensor | None = None) -> Result:
+        """The result, `negative_curvature` where what was found is no minimum; `looked`: where that was seen to, (B,)."""
+        if not self.statement.has_objective:
+            return result
         met = result.status == Status.converged
-        looked = isinstance(self.solver, Solver) and self.solver.sees_curvature
-        if not self.statement.has_objective or looked or not bool(met.any()):
+        met = met if looked is None else met & ~looked
+        if not bool(met.any()):
             return result
         with no_tangents():
             saddle = met & negative_curvature(point.operator)

@@ -237,6 +237,8 @@ def _check_state(x: Any, name: str = "x_obs") -> None:
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} must be a tensor of shape (B, n), or (n,) for one system, got {got}.")
     check_unknown(x, name)
+    if x.is_meta:
+        raise ValueError(f"{name} must hold numbers, got a tensor on the device meta.")
 
 
 def _check_count(name: str, number: Any) -> None:
