@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -61,6 +62,8 @@ COMMITTED = Path(__file__).parent / "results"
 NEUTRAL = ("runs", "data", "together")
 # Seconds between two lines of progress where nobody watches a bar.
 SPEAK_EVERY = 60.0
+# How many lines a sentence names.
+_NAMED = 5
 # Runs seed the random numbers of their process, and a worker of a cluster may have several threads.
 ALONE = threading.Lock()
 
@@ -104,16 +107,70 @@ class Options(NamedTuple):
 
 
 class Store:
-    """The runs of one experiment, a JSON line each; every change of the file is atomic."""
+    """The runs of one experiment, a JSON line each; every change of the file is atomic.
+
+    Lines that are no such runs, because the file was cut short or is another's, are named, and set aside in `NAME.jsonl.aside`
+    before the file is changed.
+    """
 
     def __init__(self, results: Path, name: str):
-        self.path = results / f"{name}.jsonl"
+        self.name, self.path = name, results / f"{name}.jsonl"
+        self.aside = self.path.with_suffix(".jsonl.aside")
 
     def records(self) -> list[Record]:
         """All that is there."""
-        if not self.path.exists():
-            return []
-        return [json.loads(line) for line in self.path.read_text("utf-8").split("\n") if line]
+        found, others = self._read()
+        if others:
+            warnings.warn(f"{self._named(others)}: they are left out.", stacklevel=2)
+        return found
+
+    def set_aside(self) -> str:
+        """Take lines that are no runs out of the file; the sentence that names them, empty if there are none."""
+        if not self._read()[1]:
+            return ""
+        with self._alone():
+            found, others = self._read()
+            self._write(found, others)
+        return f"{self._named(others)}: they are in {self.aside} now, and what is missing is run again."
+
+    def _read(self) -> tuple[list[Record], dict[int, bytes]]:
+        """The runs, and by their numbers the lines that are none."""
+        found, others = list[Record](), dict[int, bytes]()
+        lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line.decode("utf-8"))
+                own = isinstance(record, dict) and record.get("experiment", self.name) == self.name
+                own = own and isinstance(record["config"], dict) and isinstance(record["seed"], int)
+            except (ValueError, KeyError, RecursionError):
+                own = False
+            if own:
+                found.append(record)
+            else:
+                others[number] = line
+        return found, others
+
+    def _named(self, others: dict[int, bytes]) -> str:
+        numbers = ", ".join(map(str, [*others][:_NAMED])) + (", ..." if len(others) > _NAMED else "")
+        count = "a line that is no run" if len(others) == 1 else f"{len(others)} lines that are no runs"
+        return f"{self.path} has {count} of {self.name} ({numbers})"
+
+    def _write(self, records: Sequence[Record], others: dict[int, bytes]) -> None:
+        """Replace the file; lines that are no runs are kept aside."""
+        if others:
+            with open(self.aside, "ab") as file:
+                file.write(b"".join(line + b"\n" for line in others.values()))
+                file.flush()
+                os.fsync(file.fileno())
+        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, self.path)
 
     def add(self, new: Sequence[Record]) -> None:
         """Add these; a run that is there already is replaced, but not a finished one by one that failed."""
@@ -121,17 +178,12 @@ class Store:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._alone():
-            merged = {identity(record): record for record in self.records()}
+            found, others = self._read()
+            merged = {identity(record): record for record in found}
             for record in new:
                 if "metrics" in record or "metrics" not in merged.get(identity(record), {}):
                     merged[identity(record)] = record
-            lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in merged.values())
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-                file.write(lines)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, self.path)
+            self._write(list(merged.values()), others)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -190,6 +242,9 @@ def run(name: str, options: Options, console: Console | None = None) -> list[Rec
     """Compute the runs that are not there yet; the records of all planned runs, also of those that failed or cannot run."""
     console = console or Console(stderr=True)
     store = Store(options.results, name)
+    damage = store.set_aside()
+    if damage:
+        console.print(damage, style="red", markup=False, highlight=False, soft_wrap=True)
     there = {} if options.again else {identity(record): record for record in finished(store.records())}
     plan = planned(name, options)
     missing = [(c, s) for c, s in plan if identity({"config": plain(c), "seed": s}) not in there]

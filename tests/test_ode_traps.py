@@ -189,3 +189,19 @@ def test_a_residual_that_comes_down_from_an_explosion_is_not_about_to_be_small()
     y = torch.ones(1, 4, dtype=torch.float64)
     result, failed = dil.ode.WholeTrajectory(max_steps=9)._iterate(Scripted(), y, y[:, 0], None)
     assert failed and result.status.tolist() == [dil.Status.stagnated]
+
+
+def test_a_step_that_was_rescued_hands_on_the_slope_of_its_end():
+    """A stage of the next step is taken over from this one, but not from where its first solve went astray."""
+    y0 = torch.tensor([[4.2, 0.3], [0.5, 0.2]], dtype=torch.float64)
+    t = torch.linspace(0, 1, 5, dtype=torch.float64)
+    A = torch.tensor([[0.1, -0.4], [0.3, 0.2]], dtype=torch.float64)
+
+    def func(t, y):
+        return -(y**3) + torch.tanh(y @ A.mT)
+
+    solution = dil.ode.solve(func, y0, t, method="trapezoid", batch_dims=1, solver=dil.ode.SimplifiedNewton())
+    assert "then Newton" in solution.stats.method and bool(solution.converged.all())
+    y = solution.value
+    for before, after, h in zip(y[:-1], y[1:], t.diff(), strict=True):
+        torch.testing.assert_close(after, before + 0.5 * h * (func(t, before) + func(t, after)), rtol=1e-8, atol=1e-8)

@@ -47,7 +47,7 @@ def random(structure, batch_shape, dtype, g):
 
 def rows(y, samples):
     """(B, n), written without `Layout`."""
-    return torch.cat([leaf.reshape(samples, -1) for leaf in pytree.tree_leaves(y)], dim=1)
+    return torch.cat([leaf.reshape(samples, -1) if samples else leaf.flatten(1) for leaf in pytree.tree_leaves(y)], dim=1)
 
 
 def matrices(samples, n, dtype, g):
@@ -197,3 +197,161 @@ def test_fixed_point_argmin_and_root_agree(shape, dtype, seed, linear_solver):
     results = [flatten([a.value, *torch.autograd.grad(a.value, inputs, v)]).detach() for a in answers]
     assert all(bool(a.converged) for a in answers)
     assert close(results[1], results[0], RTOL[dtype]) and close(results[2], results[0], RTOL[dtype])
+
+
+# --- any solver with any linear solver, on inputs of any layout -------------------------------------------------------------
+
+# The least of ½ uᵀHu - eᶿ x·u + 0.1 Σ u⁴ as an argmin, as the root of its gradient, and as the fixed point of a step down.
+KINDS = {
+    "argmin": [
+        dil.Newton(),
+        dil.Newton(linear_solver=dil.CG()),
+        dil.LBFGS(),
+        dil.GradientDescent(),
+        dil.SciPy(),
+        dil.SciPy("trust-ncg"),
+        dil.RandomShooting(particles=30, polish=dil.Newton()),
+        lambda f, y: dil.argmin(f, y, solver=dil.LBFGS()).value.detach(),
+    ],
+    "root": [dil.Newton(), dil.Newton(linear_solver=dil.GMRES()), dil.Broyden(), dil.SciPy()],
+    "fixed_point": [dil.Picard(), dil.Anderson(), dil.Broyden(), dil.Newton(), dil.SciPy("anderson")],
+}
+ANY_LINEAR = [
+    dil.Auto(),
+    dil.Auto(dense_below=0),
+    dil.CG(),
+    dil.CG(preconditioner=dil.Jacobi()),
+    dil.NormalCG(),
+    dil.GMRES(),
+    dil.BiCGStab(),
+    dil.Dense(),
+]
+kinds = st.sampled_from(sorted(KINDS)).flatmap(lambda kind: st.tuples(st.just(kind), st.sampled_from(KINDS[kind])))
+layouts = st.sampled_from(["contiguous", "transposed", "strided", "expanded"])
+# Solvers that stop at tolerances of their own are accepted with half the digits.
+HALF = {torch.float64: 1e-4, torch.float32: 3e-2}
+
+
+def force(y, H, x, theta):
+    return torch.einsum("bij,bj->bi", H, y) - theta.exp() * x + 0.4 * y**3
+
+
+def find(kind, solver, linear_solver, H, x, theta, y0=None):
+    """y (B, n), by the function of that kind."""
+    y0 = torch.zeros_like(x) if y0 is None else y0
+    settings = {"solver": solver, "linear_solver": linear_solver}
+    if kind == "argmin":
+        return dil.argmin(score, y0, (H, x, theta), **settings)
+    if kind == "root":
+        return dil.root(force, y0, (H, x, theta), batch_dims=1, **settings)
+    return dil.fixed_point(lambda y, *args: y - 0.1 * force(y, *args), y0, (H, x, theta), batch_dims=1, **settings)
+
+
+def laid_out(t, layout):
+    """The same numbers, in memory otherwise; "expanded": one row of them, for all."""
+    if layout == "transposed":
+        return t.mT.contiguous().mT
+    if layout == "strided":
+        wide = torch.empty(*t.shape[:-1], 2 * t.shape[-1], dtype=t.dtype, device=t.device)
+        wide[..., ::2] = t
+        return wide[..., ::2]
+    return t[:1].expand_as(t) if layout == "expanded" and len(t) else t
+
+
+def oracle(H, x, theta, v):
+    """y and the gradients of x and θ, a dense solve each, in float64."""
+    H, x, theta, v = (t.detach().double() for t in (H, x, theta, v))
+    y = torch.zeros_like(x)
+    for _ in range(50):
+        J = H + torch.diag_embed(1.2 * y**2)
+        y = y - torch.linalg.solve(J, force(y, H, x, theta))
+    g = torch.linalg.solve(H + torch.diag_embed(1.2 * y**2), v)
+    return y, theta.exp() * g, (theta.exp() * x * g).sum()
+
+
+@settings(PROPERTY, max_examples=60)
+@given(kinds, st.sampled_from(ANY_LINEAR), st.integers(0, 5), st.integers(1, 5), dtypes, seeds, layouts)
+def test_any_solver_with_any_linear_solver_on_any_layout(device, kind, linear_solver, samples, n, dtype, seed, layout):
+    kind, solver = kind
+    H, x, theta, v = (t.to(device) for t in problem(samples, n, dtype, seed))
+    H, x, v = (laid_out(t, layout) for t in (H, x, v))
+    # One row for all: a leaf of one row, whose gradient is the sum.
+    leaf = x[:1].detach().clone().requires_grad_() if layout == "expanded" and samples else x.detach().requires_grad_()
+    theta.requires_grad_()
+    solution = find(kind, solver, linear_solver, H, leaf.expand(samples, n) if len(leaf) != samples else leaf, theta)
+    assert bool(solution.converged.all()) and solution.value.shape == (samples, n)
+    grad_x, grad_theta = torch.autograd.grad(solution.value, (leaf, theta), v)
+    exact, expected_x, expected_theta = oracle(H, x, theta, v)
+    loose = callable(solver) or isinstance(solver, dil.SciPy)
+    rtol = HALF[dtype] if loose else 10 * RTOL[dtype]
+    if len(leaf) != samples:
+        expected_x = expected_x.sum(0, keepdim=True)
+    assert grad_x.shape == leaf.shape and grad_theta.shape == ()
+    assert close(solution.value.double(), exact, rtol)
+    assert close(grad_x.double(), expected_x, rtol)
+    assert close(grad_theta.double(), expected_theta, rtol)
+
+
+@settings(PROPERTY, max_examples=25)
+@given(kinds, st.sampled_from(ANY_LINEAR), st.integers(2, 5), st.integers(1, 4), seeds)
+def test_samples_of_any_solver_know_nothing_of_each_other(device, kind, linear_solver, samples, n, seed):
+    """A batch in another order, and with one sample replaced by a hard one: the others have the same answers."""
+    kind, solver = kind
+    H, x, theta, v = (t.to(device) for t in problem(samples, n, torch.float64, seed))
+    order = torch.randperm(samples, generator=generator(seed)).to(device)
+
+    def answers(H, x, v):
+        x = x.detach().requires_grad_()
+        y = find(kind, solver, linear_solver, H, x, theta).value
+        return y.detach(), torch.autograd.grad(y, x, v)[0]
+
+    rtol = HALF[torch.float64] if callable(solver) or isinstance(solver, dil.SciPy) else RTOL[torch.float64]
+    y, grad = answers(H, x, v)
+    y_permuted, grad_permuted = answers(H[order], x[order], v[order])
+    assert close(y_permuted, y[order], rtol) and close(grad_permuted, grad[order], rtol)
+    hard = x.clone()
+    hard[-1] *= 3
+    y_hard, grad_hard = answers(H, hard, v)
+    assert close(y_hard[:-1], y[:-1], rtol) and close(grad_hard[:-1], grad[:-1], rtol)
+
+
+class Tied(torch.nn.Module):
+    """One weight in two places, and once more from outside."""
+
+    def __init__(self, W):
+        super().__init__()
+        self.first = torch.nn.Parameter(W)
+        self.second = self.first
+
+    def forward(self, y, W):
+        u = torch.cat([part.flatten(1) for part in (y["a"], *y["b"])], dim=1)
+        inner = torch.tanh(u @ self.first) @ self.second.mT
+        return (0.5 * u**2).sum(1) + 0.1 * (inner * u).sum(1) - (u @ W).sum(1)
+
+
+@PROPERTY
+@given(batches, dtypes, seeds, st.sampled_from(ANY_LINEAR))
+def test_shared_parameters_of_nested_unknowns_get_the_sum(device, samples, dtype, seed, linear_solver):
+    """One tensor as a parameter twice and as an argument: its gradient is that of three, added up."""
+    g = generator(seed)
+    W = (0.4 * torch.randn(4, 4, generator=g, dtype=torch.float64)).to(dtype).to(device)
+    v = torch.randn(samples, 4, generator=g, dtype=torch.float64).to(dtype).to(device)
+    like = torch.zeros(samples, 2, dtype=dtype, device=device)
+    y0 = {"a": like, "b": (like[:, :1].unsqueeze(2), like[:, 0])}
+
+    def value(function, W):
+        y = dil.argmin(function, y0, (W,), linear_solver=linear_solver).value
+        return torch.cat([part.flatten(1) for part in (y["a"], y["b"][0], y["b"][1].unsqueeze(1))], dim=1)
+
+    class Flat(Tied):
+        def forward(self, y, W):
+            return super().forward({"a": y["a"], "b": (y["b"][0], y["b"][1].unsqueeze(1))}, W)
+
+    tied = Flat(W.clone())
+    (total,) = torch.autograd.grad(value(tied, tied.first), tied.first, v)
+    apart = Flat(W.clone())
+    apart.second = torch.nn.Parameter(W.clone())
+    outside = W.clone().requires_grad_()
+    parts = torch.autograd.grad(value(apart, outside), (apart.first, apart.second, outside), v)
+    assert close(total, sum(parts), 10 * RTOL[dtype])
+    assert all(float(part.norm()) > 1e-3 * float(total.norm()) for part in parts[2:])

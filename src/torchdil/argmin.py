@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -27,7 +28,13 @@ class Argmin(Statement):
         return gradient(lambda u: self.objective(call, u, args), y, self.argument)[0]
 
     def objective(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
-        return call(self.layout.unravel(y), *args).reshape(self.layout.samples)
+        value = call(self.layout.unravel(y), *args)
+        try:
+            return value.reshape(self.layout.samples)
+        except (AttributeError, RuntimeError) as error:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            shape = tuple(self.layout.batch_shape)
+            raise ValueError(f"score must return a tensor of the same shape, {shape}, at every call, got {got}.") from error
 
 
 @eager
@@ -72,6 +79,11 @@ def _batch_dims(value: Any, y0: Any) -> int:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"score must return a floating-point tensor of shape () or (B,), got {got}.")
+    if value.layout != torch.strided:
+        raise TypeError(f"score must return a dense tensor, got {value.layout}.")
+    device = pytree.tree_leaves(y0)[0].device
+    if value.device != device:
+        raise ValueError(f"score must return a tensor on the device of y0, {device}, got {value.device}.")
     sizes = {tuple(leaf.shape[:1]) for leaf in pytree.tree_leaves(y0)}
     if value.dim() == 0:
         return 0

@@ -71,6 +71,8 @@ def check_output(function: Callable[..., Any], name: str, y0: Any, args: tuple[A
         keys = f" with the keys {list(value)}" if isinstance(value, dict) else ""
         raise TypeError(f"{name} must return tensors in the structure of y, got {type(value).__name__}{keys}.")
     for leaf, like in zip(got, expected, strict=True):
+        if leaf.layout != torch.strided:
+            raise TypeError(f"{name} must return dense tensors, got {leaf.layout}.")
         if leaf.shape != like.shape:
             raise ValueError(f"{name} must return the shape of y, {tuple(like.shape)}, got {tuple(leaf.shape)}.")
         if leaf.device != like.device:
@@ -89,6 +91,8 @@ def check_unknown(y: Any, name: str) -> None:
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise TypeError(f"{name} must be a tensor or a nested tuple/dict of tensors, got {type(leaf).__name__}.")
+        if leaf.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got {leaf.layout}: use {name}.to_dense().")
         if not leaf.is_floating_point():
             to_do = "torch.view_as_real" if leaf.is_complex() else f"{name}.double() or .float()"
             raise TypeError(f"{name} must have a real floating dtype, got {leaf.dtype}: use {to_do}.")

@@ -110,7 +110,13 @@ class Layout:
     def ravel(self, y: Any) -> Tensor:
         """The user's unknown as a (B, n) matrix; a view where the unknown is one contiguous tensor."""
         leaves = [y] if isinstance(y, Tensor) else pytree.tree_leaves(y)
-        parts = [leaf.reshape(self.samples, math.prod(shape)) for leaf, shape in zip(leaves, self.shapes, strict=True)]
+        try:
+            parts = [leaf.reshape(self.samples, math.prod(shape)) for leaf, shape in zip(leaves, self.shapes, strict=True)]
+        except (AttributeError, RuntimeError, ValueError) as error:
+            # The first call was checked.
+            expected = ", ".join(str(tuple(self.batch_shape + shape)) for shape in self.shapes)
+            got = ", ".join(str(tuple(leaf.shape)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves)
+            raise ValueError(f"The function must return the shape of y, {expected}, at every call, got {got}.") from error
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def unravel(self, y: Tensor) -> Any:

@@ -50,6 +50,6 @@ def run_foreign(solver: Callable[..., Any], user_call: Call | None, start: Tenso
                 f"({tuple(leaf.shape)}, {leaf.dtype}, {leaf.device})."
             )
     flat = layout.ravel(y).detach()
-    if not bool(batch.finite(flat).any()):
+    if len(flat) and not bool(batch.finite(flat).any()):
         raise ValueError("solver must return finite numbers, got NaN or infinity in every sample.")
     return flat.clone()

@@ -160,12 +160,14 @@ class Condition:
                 remainder -= self.linear_solver.damping * value
             stats.residual, stats.products = batch.norm(remainder), stats.products + 1
         stats.norm, stats.damping = batch.norm(value), self.linear_solver.damping
-        missed = (status == Status.converged) & ~(stats.residual <= _SLACK * stats.tolerance)
+        # A difference, for infinite is not small: right-hand sides near the end of the dtype have no norm.
+        missed = (status == Status.converged) & ~(stats.residual.sub(stats.tolerance, alpha=_SLACK) <= 0)
         if bool(missed.any()):
             if stats.spectrum is not None:
                 attainable = _ROUNDINGS * torch.finfo(rhs.dtype).eps * stats.spectrum.extremes()[1].abs() * stats.norm
                 missed = missed & ~(stats.residual <= attainable)
             status = torch.where(missed, int(Status.stagnated), status)
+            status = torch.where(missed & ~torch.isfinite(stats.residual), int(Status.non_finite), status)
         return Result(value, status, stats)
 
 

@@ -141,7 +141,15 @@ class Setting:
                 self.first = None
                 return self.transformed(y0, args)
             if watching is None:
-                return self.plain(y0, args)
+                try:
+                    return self.plain(y0, args)
+                except RuntimeError as error:
+                    if "setStorage" not in str(error):
+                        raise
+                    raise RuntimeError(
+                        f"{self.statement.argument} uses parameters that are freed after each call, as fully_shard does: shard "
+                        "the layer as a whole, fully_shard(layer), so that they stay for all calls of a solve."
+                    ) from error
             with observed_by(None):  # solves inside the function are part of the function
                 watching.begins(self)
                 return self.plain(y0, args, watching)
@@ -174,7 +182,7 @@ class Setting:
         lost = result.status == Status.non_finite
         if self.on_failure == "zero" and bool(lost.any()):
             # Their gradient is zero, but zero times a derivative at infinity would be NaN, in parameters shared with others.
-            point = Point(condition, batch.select(lost, start, result.value))
+            point = Point(condition, batch.select(lost, start.nan_to_num(0.0, 0.0, 0.0), result.value))
             point.y = result.value
         return point.attach()
 
@@ -296,7 +304,9 @@ class Setting:
             result = Result(value, torch.where(refuted, more.status, result.status), more.stats)
         judged.stats.history, judged.stats.steps = history, steps
         condition.pairs = problem.pairs
-        return self.curved(judged, point), point
+        # What a solver gave up on it has not looked at, though it may be good enough.
+        looked = result.status == Status.converged if solver.sees_curvature else None
+        return self.curved(judged, point, looked), point
 
     def judge(self, result: Result, point: Point, start: Tensor | None, rtol: float, atol: float) -> Result:
         """The result with ‖F‖ at its value, and the status that follows from it."""
@@ -308,7 +318,8 @@ class Setting:
             stats.products, stats.advice = self.calls + result.stats.products, self.statement.advice
             if size is not None:
                 stats.tolerance = (rtol * size).clamp_min(atol)
-                met = self.statement.counted(F, y, start) <= stats.tolerance
+                # A difference, for infinite is not small: numbers near the end of the dtype have no norm.
+                met = self.statement.counted(F, y, start) - stats.tolerance <= 0
                 if bool((met & (status == Status.converged)).all()):  # then y is finite, too
                     return Result(y, status, stats)
             full = self.statement.size(point.operator, y, start)
@@ -323,11 +334,13 @@ class Setting:
             status = torch.where(batch.finite(y) & torch.isfinite(residual), status, int(Status.non_finite))
             return Result(y, status, stats)
 
-    def curved(self, result: Result, point: Point) -> Result:
-        """The result, its status `negative_curvature` where what was found is no minimum."""
+    def curved(self, result: Result, point: Point, looked: Tensor | None = None) -> Result:
+        """The result, `negative_curvature` where what was found is no minimum; `looked`: where that was seen to, (B,)."""
+        if not self.statement.has_objective:
+            return result
         met = result.status == Status.converged
-        looked = isinstance(self.solver, Solver) and self.solver.sees_curvature
-        if not self.statement.has_objective or looked or not bool(met.any()):
+        met = met if looked is None else met & ~looked
+        if not bool(met.any()):
             return result
         with no_tangents():
             saddle = met & negative_curvature(point.operator)

@@ -9,6 +9,7 @@ and Wang 2004), by SciPy where that cannot be; the theorem of the core gives the
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,8 +233,12 @@ def _by_scipy(S: Tensor, found: Tensor, usable: Tensor, A: Tensor, B: Tensor, Q:
 
 
 def _stabilising(A: NDArray[Any], B: NDArray[Any], Q: NDArray[Any], R: NDArray[Any]) -> NDArray[Any] | None:
+    if not Q.any() and np.abs(np.linalg.eigvals(A)).max() < 1 - 4 * np.finfo(float).eps ** 0.5:
+        return np.zeros_like(Q)  # nothing to do and nothing to pay, to the last digit
     try:
-        S = solve_discrete_are(A, B, Q, R)
+        with np.errstate(all="ignore"), warnings.catch_warnings():  # numbers near the end of the dtype: the answer is looked at
+            warnings.simplefilter("ignore")
+            S = solve_discrete_are(A, B, Q, R)
     except (LinAlgError, ValueError):
         return None
     M = A - B @ np.linalg.solve(R + B.T @ S @ B, B.T @ S @ A)
@@ -296,7 +301,13 @@ def dare(
     rows = tuple(t.reshape(shape.numel(), t.shape[-2] * t.shape[-1]) for t in (A, B, Q, R))
     setting = Setting(statement, riccati_residual, Doubling(), linear_solver or Stein(), on_failure, Report(shape))
     start = Q.detach().nan_to_num(0.0, 0.0, 0.0)
-    return setting.attached(start, rows).reshape(*shape, n, n)
+    S = setting.attached(start, rows).reshape(*shape, n, n)
+    forward = setting.report.forward
+    if forward is None or forward.status.shape != shape or bool(forward.converged.all()):
+        return S
+    # Also where a matrix was found that does not solve the equation; of the others, derivatives stay as they are.
+    failed = ~forward.converged[..., None, None]
+    return torch.where(failed, torch.nan, S) if on_failure == "zero" else S * torch.where(failed, torch.nan, 1.0).to(S.dtype)
 
 
 @eager

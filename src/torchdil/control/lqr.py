@@ -12,6 +12,7 @@ and u = -K x - k. Plain autograd goes through it, so derivatives of every order 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torchdil.control.shapes import broadcast, check_like, check_size, states_an
 from torchdil.modes import eager, full_precision, transforms_active
 from torchdil.solution import FailurePolicy, Outcome, Report, Stats, Status, check_policy, handle_failure
 
+_REQUIRED = ("A", "B", "Q", "R")
 _VECTORS = ("q", "r", "c", "qf")
 
 
@@ -115,7 +117,7 @@ def lqr(
     check_policy(on_failure)
     given = {"A": A, "B": B, "Q": Q, "R": R, "N": N, "q": q, "r": r, "c": c}
     final = {"Qf": Qf, "qf": qf}
-    tensors = {name: t for name, t in {**given, **final}.items() if t is not None}
+    tensors: dict[str, Any] = {k: t for k, t in {**given, **final}.items() if t is not None or k in _REQUIRED}
     n, m = _check(tensors)
     shape, H = _leading(tensors, horizon)
 
@@ -146,11 +148,14 @@ def lqr(
             dynamics, cost = [without(t, 2) for t in (As, Bs)], [without(Qs, 2), without(Rs, 2, eye), without(Ns, 2)]
             linear, ends = [without(t, 1) for t in (qs, rs, cs)], [without(last[0], 2), without(last[1], 1)]
             parts, _ = _recursion(*dynamics, *cost, *linear, *ends)
-        nan = A.new_tensor(torch.nan)
-        spoilt = [
-            [without(t, axes, nan if on_failure == "zero" else nan * t) for t in part]
-            for part, axes in zip(parts, (2, 1, 2, 1), strict=True)
-        ]
+
+        def spoil(t: Tensor, axes: int) -> Tensor:
+            """NaN for the samples that failed, with derivatives that are NaN or zero; the others keep theirs."""
+            if on_failure == "zero":
+                return without(t, axes, torch.nan)
+            return t * without(torch.ones((), dtype=t.dtype, device=t.device), axes, torch.nan)
+
+        spoilt = [[spoil(t, axes) for t in part] for part, axes in zip(parts, (2, 1, 2, 1), strict=True)]
         return _policy(spoilt, As, Bs, cs)
 
 
@@ -187,7 +192,8 @@ def _recursion(
 def _failed(parts: list[list[Tensor]], indefinite: Tensor, on_failure: str) -> Tensor:
     """The samples without a policy, (B,), under the failure policy."""
     wrong = indefinite.reshape(len(indefinite), -1)  # (H, B)
-    finite = torch.stack([k.isfinite().all(dim=-1).reshape(-1) for k in parts[1]]).all(dim=0)
+    each = [t.isfinite().reshape(wrong.shape[1], -1).all(dim=1) if t.numel() else wrong[0] for part in parts for t in part]
+    finite = torch.stack(each).all(dim=0)
     status = torch.where(wrong.any(dim=0) | ~finite, int(Status.non_finite), int(Status.converged))
     zeros = torch.zeros(status.shape, dtype=parts[1][0].dtype, device=status.device)
     stats = Stats("Riccati recursion", torch.full_like(status, len(wrong)), zeros, zeros)

@@ -237,6 +237,8 @@ def _check_state(x: Any, name: str = "x_obs") -> None:
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} must be a tensor of shape (B, n), or (n,) for one system, got {got}.")
     check_unknown(x, name)
+    if x.is_meta:
+        raise ValueError(f"{name} must hold numbers, got a tensor on the device meta.")
 
 
 def _check_count(name: str, number: Any) -> None:
@@ -259,6 +261,8 @@ def _check_functions(plan: Plan, x: Tensor, u: Tensor) -> None:
     for name, value, shape in (("dynamics", ahead, x.shape), ("cost", costs, x.shape[:1]), ("terminal", final, x.shape[:1])):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must return a tensor, got {type(value).__name__}.")
+        if value.layout != torch.strided:
+            raise TypeError(f"{name} must return a dense tensor, got {value.layout}.")
         if value.shape != shape:
             raise ValueError(
                 f"{name} must return shape {tuple(shape)} for x of shape {tuple(x.shape)}, got {tuple(value.shape)}."

@@ -12,6 +12,8 @@ def check_like(name: str, t: object, first: object, axes: int) -> None:
     """Raise one sentence unless `t` is a float32 or float64 tensor with enough axes that goes with A, the `first`."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(t).__name__}.")
+    if t.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got {t.layout}: use {name}.to_dense().")
     if t.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{name} must have dtype float32 or float64, got {t.dtype}.")
     assert isinstance(first, Tensor)

@@ -297,7 +297,8 @@ class _Intervals(Field):
     intervals: int
 
     def __call__(self, call: Call, t: Tensor, y: Tensor) -> Tensor:
-        at = t.unflatten(0, (-1, self.intervals))[0].flatten()
+        # Where there is no sample, any time will do.
+        at = t.unflatten(0, (-1, self.intervals))[0].flatten() if len(t) else t.new_zeros(self.intervals * t.shape[1])
         points = y.unflatten(0, (-1, self.intervals)).flatten(1, 2)
         return self.inner(call, at, points).unflatten(1, (self.intervals, -1)).flatten(0, 1)
 

@@ -74,7 +74,7 @@ class Field:
         if self.mode == "still":
             return self._still(call, y)
         if t.dim() > 1:
-            t = t[0]
+            t = t[0] if len(t) else t.new_zeros(t.shape[1])  # where there is no sample, any time will do
         return (self._vmap if self.mode == "vmap" else self._loop)(call, t, y)
 
     def _rows(self, call: Call, y: Tensor) -> Tensor:

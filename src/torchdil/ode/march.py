@@ -194,7 +194,11 @@ class _March:
                 if finite is not None and not bool(finite.all()):
                     self.fail(~finite, Status.non_finite)
             elif not solver.all_ok:
-                found = self._rescue(n, tolerance, self.alive & ~solver.ok, found, solver.kind in ("full", "krylov"))
+                missed = self.alive & ~solver.ok
+                found = self._rescue(n, tolerance, missed, found, solver.kind in ("full", "krylov"))
+                if solver.carries_slope and self.shared:  # those of G are where the solve went astray
+                    last = sizes[n] * solver.slope(self.at[n, -1:], found[:, -1])
+                    G = torch.where(missed[:, None, None], torch.cat((G[:, :-1], last.unsqueeze(1)), dim=1), G)
             if solver.carries_slope and self.shared and n + 1 < len(sizes):
                 slope[0] = G[:, -1] if sizes[n + 1] == sizes[n] else G[:, -1] * (sizes[n + 1] / sizes[n])
             self.steps = solver.iterations

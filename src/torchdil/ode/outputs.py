@@ -86,7 +86,7 @@ def outputs(
     backward = Folded(steps=len(columns), inner=linear_solver or Auto())
     setting = Setting(apart, equation.func, newton, backward, on_failure, inner)
     args = (before, begin[0], end[0]) if times.dim() == 1 else (before, begin, end)
-    found = apart.view(setting.attached(start.reshape(*equation.layout.batch_shape, -1), args))[:, :, -1]
+    found = apart.view(setting.attached(start.reshape(*equation.layout.batch_shape, start.shape[1:].numel()), args))[:, :, -1]
     if times.dim() == 1:  # one grid for all: a sample that has failed takes the steps of the others
         found = torch.where(beyond.unsqueeze(2), before, found)
     assert inner.forward is not None and report.forward is not None
@@ -187,13 +187,13 @@ class Folded(LinearSolver):
         value, status, stats = self.inner.solve(blocks, rhs.reshape(blocks.shape), guess, transpose=transpose)
         total = Stats(
             method=stats.method,
-            steps=stats.steps.reshape(samples, -1).amax(dim=1),
-            residual=batch.norm(stats.residual.reshape(samples, -1)),
-            tolerance=batch.norm(stats.tolerance.reshape(samples, -1)),
+            steps=stats.steps.reshape(samples, self.steps).amax(dim=1),
+            residual=batch.norm(stats.residual.reshape(samples, self.steps)),
+            tolerance=batch.norm(stats.tolerance.reshape(samples, self.steps)),
             products=operator.products - before,
             exact=stats.exact,
         )
-        return Result(value.reshape(rhs.shape), status.reshape(samples, -1).amax(dim=1), total)
+        return Result(value.reshape(rhs.shape), status.reshape(samples, self.steps).amax(dim=1), total)
 
 
 class _Blocks(Operator):

@@ -300,7 +300,8 @@ class _Evaluator:
 
 
 def _norm(F: Array) -> float:
-    return float(np.linalg.norm(F))
+    with np.errstate(all="ignore"):  # a square may be too large, also before SciPy runs
+        return float(np.linalg.norm(F))
 
 
 def _numpy(a: Tensor) -> Array:
