@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -349,6 +350,18 @@ def test_backward_passes_through_one_point_do_not_differ(solver):
         y = layer(x).sum()
         first, second = (torch.autograd.grad(y, (x, layer.W), retain_graph=True) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_compiled_module_is_not_traced(monkeypatch):
+    monkeypatch.setattr(traced, "_PATIENCE", 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        module = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double())
+    x = draw(0, 3).requires_grad_()
+    for _ in range(3):
+        y = dil.root(lambda y: 3 * y - module(y) - x, torch.zeros(3, dtype=torch.float64)).value
+        y.sum().backward()
+    assert not traces() and x.grad is not None and module[0].weight.grad is not None
 
 
 def test_a_branch_that_depends_on_y():

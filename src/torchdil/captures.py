@@ -41,7 +41,7 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
     """The tensors that `function` closes over, and a key: with equal keys only the tensors may differ between two functions.
 
     Shapes, numbers, the code of functions and the types of objects are in the key; what cannot be looked into is there by its
-    identity. None for a function that reaches too many objects.
+    identity. None for a function that reaches too many objects, or compiled ones.
     """
     tensors: list[Tensor] = []
     key: list[Any] = []
@@ -62,6 +62,8 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
         if isinstance(item, Tensor):
             tensors.append(item)
             key += (kind, item.shape, item.stride(), item.dtype, item.device, item.requires_grad)
+        elif isinstance(item, torch.jit.ScriptModule):
+            return None  # which does not show what it reads
         elif isinstance(item, nn.Module):
             names = [name for name in item.__dict__ if name not in _OF_MODULES]
             key += (kind, *names, *item._parameters, *item._buffers, *item._modules, item.training)
@@ -80,10 +82,11 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
             key += (kind, len(parts))
             stack += parts
         elif isinstance(item, type) and item.__module__ not in _OF_OTHERS and not item.__module__.startswith("torch."):
-            # A class of the user: its numbers, and what its functions read (the backward of an autograd.Function).
+            # A class of the user: its numbers, and what a backward of its own reads.
             key.append(id(item))
-            parts = [getattr(part, "__func__", part) for part in vars(item).values()]
-            stack += (part for part in parts if type(part) in _PLAIN or isinstance(part, (types.FunctionType, Tensor)))
+            functions: tuple[type, ...] = (staticmethod,) if issubclass(item, torch.autograd.Function) else ()
+            read = (part for part in vars(item).values() if type(part) in _PLAIN or isinstance(part, (Tensor, *functions)))
+            stack += (part.__func__ if isinstance(part, staticmethod) else part for part in read)
         elif isinstance(item, (type, types.ModuleType)) or not hasattr(item, "__dict__"):
             key += (kind, id(item))
         else:
