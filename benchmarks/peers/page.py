@@ -140,7 +140,9 @@ def _gains(name: str, ablation: dict[str, Any]) -> str:
     spans = []
     for results, where in (("ablation", "CPU"), ("ablation_gpu", "H200")):
         cases = ablation.get(results, {"cases": []})["cases"]
-        gains = [one["gains"][name] for one in cases if name in one["gains"]]
+        # Without the columns nothing is at once either: what is theirs is the rest.
+        shared = "at once" if name == "columns" else name
+        gains = [one["gains"][name] / (one["gains"][shared] if shared != name else 1) for one in cases if name in one["gains"]]
         if felt := [gain for gain in gains if abs(gain - 1) >= FELT]:
             span = f"{min(felt):.2g}" + (f" to {max(felt):.2g}" if len(felt) > 1 else "")
             spans.append(f"{span} ({where}, {len(felt)} of {len(gains)} problems)")
