@@ -108,7 +108,8 @@ def scripted(function: Function, tensors: Sequence[Tensor], others: Sequence[Ten
     def inputs() -> tuple[Tensor, ...]:
         return (*(t.clone() for t in tensors), *others)
 
-    graph = torch.jit.trace(function, inputs(), check_trace=False)
+    # Not a module: that would keep the example.
+    graph = torch.jit.trace(lambda *inputs: function(*inputs), inputs(), check_trace=False)
     for _ in range(2):  # it is optimised in its first runs
         graph(*inputs())
     return graph

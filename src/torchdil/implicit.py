@@ -108,7 +108,7 @@ class Condition:
             if not doubtful:
                 self.report.backward = self.report.outcome(status, stats)
                 if operator.source is not None and operator.traced and len(rhs):
-                    operator.source.took(self.linear_solver, stats.steps)
+                    operator.source.took(self.linear_solver.settings, stats.steps)
                 # Another tensor than the one that the report keeps: it may get a graph, which leads back to the report.
                 return mask_failed(value.detach(), self.failed, self.on_failure)
             status = torch.where(batch.finite(rhs), status, int(Status.non_finite))
@@ -124,7 +124,7 @@ class Condition:
             return None
         if not source.pulls:
             return None
-        at_once = solver.at_once(operator, True, source.expected(solver))
+        at_once = solver.at_once(operator, True, source.expected(solver.settings))
         if at_once is None:
             return None
 
@@ -142,7 +142,7 @@ class Condition:
             if grads is None or not solved:
                 return None
             source.solved()
-            source.took(solver, steps)
+            source.took(solver.settings, steps)
             _, status, stats = at_once.result(rhs, F, *rest)
             stats.norm, stats.damping = norm, solver.damping
             self.report.backward = self.report.outcome(status, stats)

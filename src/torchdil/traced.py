@@ -213,17 +213,18 @@ class Source:
         """Of how many θ the trace gives gᵀ ∂F/∂θ."""
         return 0 if self._trace is None else len(self._trace.pulled)
 
-    def expected(self, solver: Hashable) -> int:
-        """The most steps that this solver took of late; 0: not known."""
+    def expected(self, settings: Hashable) -> int:
+        """The most steps that a solver with these settings took of late; 0: not known."""
         if self._expected is None and self._memory is not None:
-            self._expected = max(self._memory.steps.get(solver, ()), default=0)
+            self._expected = max(self._memory.steps.get(settings, ()), default=0)
         return self._expected or 0
 
-    def took(self, solver: Hashable, steps: int | Tensor) -> None:
-        """The solver took so many steps, or so many each. CG with one problem on a CPU is faster with Python's numbers."""
+    def took(self, settings: Hashable, steps: int | Tensor) -> None:
+        """A solver with these settings took so many steps, or so many each."""
+        # CG with one problem on a CPU is faster with numbers of Python, step by step.
         if self._memory is not None and (self._y.is_cuda or len(self._y) > 1 or not self._symmetric):
             steps = steps if isinstance(steps, int) else int(steps.max())
-            self._memory.steps.setdefault(solver, deque(maxlen=_RECENT)).append(steps)
+            self._memory.steps.setdefault(settings, deque(maxlen=_RECENT)).append(steps)
 
     def linear(self, transpose: bool) -> TracedJacobian | None:
         """J, or with `transpose` Jᵀ, if it is traced."""

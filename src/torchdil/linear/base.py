@@ -89,6 +89,11 @@ class LinearSolver(ABC):
         """The solve with a traced J, in about as many steps as expected (0: not known); None where it cannot be so."""
         return None
 
+    @property
+    def settings(self) -> Hashable:
+        """What the number of steps depends on; no tensors, which would be kept alive by whoever remembers it."""
+        return type(self), self.rtol, self.atol, self.damping
+
     def system(self, operator: Operator, transpose: bool) -> Product:
         """p -> A p with the damping."""
         product, damping = operator.product(transpose, self.product), self.damping
