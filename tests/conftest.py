@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from torchdil.traced import forget_all
+
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where tests put their tensors, such as cuda")
@@ -25,3 +27,9 @@ def pytest_configure(config):
 def device(request):
     """For the tests that name it."""
     return request.config.getoption("--device")
+
+
+@pytest.fixture(autouse=True)
+def _no_traces():
+    """Layers that tests before this one have called are forgotten: what is rounded how must not depend on their order."""
+    forget_all()

@@ -50,7 +50,8 @@ def traces():
 def test_memory_is_flat_though_exceptions_are_thrown(device):
     """`python tests/endurance.py` does this ten thousand times."""
     first, *_, last = endure(WARM + 2 * PERIOD, device, looks=2)
-    assert last["tensors"] <= first["tensors"]
+    # Reports of the last calls hold more or fewer tensors as their solves took steps; one tensor a call would be 2 PERIOD.
+    assert last["tensors"] <= first["tensors"] + PERIOD // 4
     # The allocator's own ways; a graph for each call, of 500 samples, would be 25 MB.
     assert last["resident"] - first["resident"] < 6.0
     if "allocated" in first:

@@ -24,7 +24,6 @@ from torchdil.ode import (
     RadauIIA,
     Trapezoid,
 )
-from torchdil.traced import forget_all
 
 SAME = 1e-10  # two exact roads to one gradient
 SOLVED = 1e-8  # two solves to the default tolerances, or one of them by an iterative linear solver
@@ -803,7 +802,6 @@ def live_tensors():
 
 @pytest.mark.parametrize("timed", [True, False])
 def test_memory_is_flat_over_training(timed):
-    forget_all()  # an equal network of another test may have been traced already
     net = make_net(timed=timed)
     optimiser = torch.optim.SGD(net.parameters(), lr=0.01)
     counts = {}
