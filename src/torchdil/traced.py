@@ -221,8 +221,7 @@ class Source:
 
     def took(self, settings: Hashable, steps: int | Tensor) -> None:
         """A solver with these settings took so many steps, or so many each."""
-        # CG with one problem on a CPU is faster with numbers of Python, step by step.
-        if self._memory is not None and (self._y.is_cuda or len(self._y) > 1 or not self._symmetric):
+        if self._memory is not None:
             steps = steps if isinstance(steps, int) else int(steps.max())
             self._memory.steps.setdefault(settings, deque(maxlen=_RECENT)).append(steps)
 
