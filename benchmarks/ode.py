@@ -53,7 +53,7 @@ class Config:
         device: where.
     """
 
-    states: tuple[int, ...] = (2, 50, 500)
+    states: tuple[int, ...] = (2, 50)
     batches: tuple[int, ...] = (1, 64)
     steps: int = 100
     step_size: float = 0.1
