@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import torchdil as dil
 from torchdil import traced
+from torchdil.batch import default_rtol
 from torchdil.captures import signature
 from torchdil.implicit import Condition
 from torchdil.linearize import split
@@ -352,6 +353,23 @@ def test_backward_passes_through_one_point_do_not_differ(solver):
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("solver", [None, dil.GMRES(), dil.Dense()], ids=["Auto", "GMRES", "Dense"])
+def test_low_precision(solver, dtype):
+    W = (0.1 * draw(0, 6, 6)).to(dtype).requires_grad_()
+    start = torch.zeros(3, 6, dtype=dtype)
+    for seed in range(traced._PATIENCE + traced._CHECKED_FIRST + 5):
+        x = draw(seed, 3, 6).to(dtype).requires_grad_()
+        settings = {"batch_dims": 1, "solver": dil.Picard(), "linear_solver": solver}
+        y = dil.fixed_point(lambda y, x=x: torch.tanh(y @ W + x), start, **settings).value
+        (found,) = torch.autograd.grad(y.sum(), x)
+        slopes = 1 - y.detach().double() ** 2  # dy = slopes (dy W + dx)
+        J = torch.eye(6, dtype=torch.float64) - slopes.unsqueeze(2) * W.detach().double().mT
+        exact = slopes * torch.linalg.solve(J.mT, torch.ones_like(slopes))
+        # In norm: 1 - y² of a y near 1 has few digits of its own. Both solves are asked for 1e-2, in float32 for 1e-5.
+        assert (found.double() - exact).norm() <= 5 * default_rtol(dtype) * exact.norm()
+
+
 def test_a_compiled_module_is_not_traced(monkeypatch):
     monkeypatch.setattr(traced, "_PATIENCE", 0)
     with warnings.catch_warnings():
@@ -414,9 +432,11 @@ def test_higher_derivatives(monkeypatch):
     assert traces()
 
 
-def test_a_change_between_forward_and_backward_raises():
-    layer = Layer()
-    for seed in range(CALLS):
+@pytest.mark.parametrize("calls", [CALLS, CALLS + 12])  # the next solve is checked by autograd, or not
+@pytest.mark.parametrize("name", ["two layers", "softplus"])
+def test_a_change_between_forward_and_backward_raises(name, calls):
+    layer = Layer(SCORES[name])
+    for seed in range(calls):
         check(layer, seed)
     y = layer(draw(0, 5, 4))
     with torch.no_grad():

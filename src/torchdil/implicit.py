@@ -135,7 +135,10 @@ class Condition:
 
         with torch.no_grad(), no_tangents(), full_precision(rhs):
             rhs = rhs.detach()
-            found = source.run((True, "pull"), ("solve", at_once.key), routine, (rhs, F))
+            try:
+                found = source.run((True, "pull"), ("solve", at_once.key), routine, (rhs, F))
+            except RuntimeError:  # out of memory, for example: step by step takes less
+                return None
             count = source.pull_count
             grads, (told, norm, *rest) = source.pulled(found[:count], boundary), found[count:]
             solved, steps = told.tolist()

@@ -266,7 +266,7 @@ class Source:
 
     @torch.no_grad()
     def _ready(self) -> bool:
-        """Whether there is a trace, and it gives F."""
+        """Whether there is a trace, it gives F, and what it keeps of tensors is still theirs."""
         if self._trace is not None and self._saved is None:
             try:
                 self._saved = self._trace.prelude(self._y, self._tensors)
@@ -275,7 +275,7 @@ class Source:
                     self.forget()
             except RuntimeError:
                 self.forget()
-        return self._saved is not None
+        return self._saved is not None and not self._changed()
 
     def _close(self, F: Tensor) -> bool:
         """Whether F is the true one to rounding, of what it is a difference of."""

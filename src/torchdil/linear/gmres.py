@@ -114,7 +114,8 @@ class GMRES(LinearSolver):
         return self.result(x, progress, method, operator.products - before, Matrix(first), evidence)
 
     def at_once(self, operator: Operator, transpose: bool, expected: int) -> AtOnce | None:
-        if not 0 < expected <= self.restart or self.preconditioner is not None:
+        known = operator.y.dtype in (torch.float32, torch.float64)  # to LAPACK
+        if not known or not 0 < expected <= self.restart or self.preconditioner is not None:
             return None
 
         def routine(product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
