@@ -187,7 +187,7 @@ def judge(problem: Equation, y: Tensor, report: Any, grads: Any, said: list[Any]
     if y.shape != (*shape, problem.n):
         return "right"  # another problem than was meant, but one
     messages = [str(w.message) for w in said]
-    fine = torch.ones(samples, dtype=torch.bool)
+    fine = torch.ones(samples, dtype=torch.bool, device="cpu")
     if report is None:  # of attach: only its warnings tell
         if problem.policy == "ignore":
             return "reported"

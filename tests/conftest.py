@@ -1,9 +1,35 @@
-"""`pytest --device cuda`: all tensors that tests make without naming a device are made there."""
+"""`pytest --device cuda`: tensors that tests make without naming a device are made there, of numbers drawn on the CPU."""
+
+import functools
 
 import pytest
 import torch
 
 from torchdil.traced import forget_all
+
+# Of programs, pages and processes: what they compute has a device of its own.
+ON_CPU = {
+    "test_best",
+    "test_cartpole",
+    "test_comparison",
+    "test_distributed",
+    "test_docs",
+    "test_experiments",
+    "test_files",
+    "test_inexact",
+    "test_kepler",
+    "test_lqr_experiment",
+    "test_main",
+    "test_page",
+    "test_preconditioning",
+    "test_runner",
+    "test_runtime",
+    "test_scale",
+    "test_structure",
+    "test_table1",
+    "test_tutorials",
+    "test_typing",
+}
 
 
 def pytest_addoption(parser):
@@ -16,11 +42,47 @@ def pytest_configure(config):
         return
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise pytest.UsageError(f"--device must be one of this machine, which has no GPU that torch can use, got {name}.")
-    torch.set_default_device(name)
-    generator, numpy = torch.Generator, torch.Tensor.numpy
-    # Generators make numbers where the tensors are, and oracles in NumPy take what they are given.
-    torch.Generator = lambda device=name: generator(device)
-    torch.Tensor.numpy = lambda self, **options: numpy(self.cpu(), **options)
+    config.addinivalue_line("filterwarnings", "ignore:Attempting to run cuBLAS:UserWarning")  # torch, of threads of autograd
+    for place, functions in (
+        (torch, ("normal", "rand", "randint", "randn", "randperm")),
+        (torch.Tensor, ("normal_", "uniform_")),
+    ):
+        for function in functions:
+            setattr(place, function, _drawn_on_cpu(getattr(place, function), inplace=place is not torch))
+    numpy = torch.Tensor.numpy
+    torch.Tensor.numpy = lambda self, **options: numpy(self.cpu(), **options)  # for oracles
+
+
+def _drawn_on_cpu(function, inplace):
+    """So that a test has the same numbers everywhere."""
+
+    @functools.wraps(function)
+    def draw(*args, **options):
+        generator = options.get("generator")
+        if options.get("device") is not None or (generator is not None and generator.device.type != "cpu"):
+            return function(*args, **options)
+        if inplace:
+            return args[0].copy_(function(torch.empty_like(args[0], device="cpu"), *args[1:], **options))
+        grad = options.pop("requires_grad", False)
+        return function(*args, **options, device="cpu").to(torch.get_default_device()).requires_grad_(grad)
+
+    return draw
+
+
+def _go_where(item):
+    name = item.config.getoption("--device")
+    if name != "cpu":
+        torch.set_default_device("cpu" if item.path.stem in ON_CPU else name)
+
+
+def pytest_collectstart(collector):
+    if isinstance(collector, pytest.Module):
+        _go_where(collector)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    _go_where(item)
 
 
 @pytest.fixture(scope="session")

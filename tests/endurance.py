@@ -64,7 +64,7 @@ class Score(nn.Module):
 
     def __init__(self, n: int = 4):
         super().__init__()
-        W = torch.randn(n, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        W = torch.randn(n, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
         self.W = nn.Parameter(0.5 * W)
         self.fault = Fault()
 
@@ -105,7 +105,8 @@ class Solved(Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(index), dtype=torch.float64).requires_grad_()
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(3, 4, generator=generator, dtype=torch.float64, device="cpu").requires_grad_()
         for _ in range(3):  # in a worker it is traced on the way
             y = self.layer(x)
             (grad,) = torch.autograd.grad((y**2).sum(), x)

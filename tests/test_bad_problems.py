@@ -87,7 +87,7 @@ def test_a_function_that_changes_its_shape_gets_a_sentence():
 @pytest.mark.parametrize(
     ("call", "error", "expected"),
     [
-        (lambda: dil.argmin(lambda y: (y**2).sum().to("meta"), torch.ones(2)), ValueError, "score must .* device of y0, cpu"),
+        (lambda: dil.argmin(lambda y: (y**2).sum().to("meta"), torch.ones(2)), ValueError, "score must .* device of y0"),
         (lambda: dil.argmin(lambda y: (y**2).sum(1).to_sparse(), torch.ones(2, 2)), TypeError, "score must return a dense"),
         (lambda: dil.root(lambda y: y.to_sparse(), torch.ones(2)), TypeError, "residual must return dense tensors"),
         (lambda: dil.root(lambda y: y, torch.ones(2).to_sparse()), TypeError, r"y0 must be a dense tensor, .*y0\.to_dense"),

@@ -6,7 +6,6 @@ import math
 import threading
 import weakref
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -332,7 +331,7 @@ class Cube(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y):
         ctx.save_for_backward(y)
-        return torch.from_numpy(np.asarray(y.detach().numpy() ** 3))
+        return torch.as_tensor(y.detach().numpy() ** 3, device=y.device)
 
     @staticmethod
     def backward(ctx, grad):
@@ -508,7 +507,8 @@ def test_where_it_does_not_contract_the_steps_are_taken_one_by_one(case):
     found = solve(func, y0, t, batch_dims=1, solver=solver)
     expected = solve(func, y0, t, batch_dims=1, solver=SimplifiedNewton())
     assert found.converged.all() and expected.converged.all()
-    assert found.stats.method == "whole trajectory, then step by step, SimplifiedNewton"
+    marched = "whole trajectory, then step by step"  # on a GPU without a look at the numbers in between
+    assert found.stats.method == (f"{marched}, SimplifiedNewton" if y0.device.type == "cpu" else marched)
     assert found.stats.method in str(found.report)
     assert (found.stats.steps > expected.stats.steps).any()
     # A chaotic system multiplies what the tolerance leaves.

@@ -65,7 +65,8 @@ def summary(result, error, by="all", name="all", number="estimate"):
 @pytest.fixture(scope="module")
 def records():
     began = time.process_time()
-    found = runner.execute(runner.Task("coverage", coverage.Config.preset("smoke"), (0,)))
+    with torch.device("cpu"):
+        found = runner.execute(runner.Task("coverage", coverage.Config.preset("smoke"), (0,)))
     assert time.process_time() - began < SECONDS
     return found
 

@@ -213,10 +213,13 @@ def test_first_order_without_create_graph_needs_no_search():
     exact, da_dx = cubic_root(a.detach()), (x.sin() + x * x.cos()).detach()
     (dx,) = grad(y.sum(), x, retain_graph=True)
     close(dx, first(exact) * da_dx)
-    with pytest.raises(
-        RuntimeError, match=r"^The function of this implicit layer uses a non-leaf tensor .* pass it in args .*\.$"
-    ):
-        grad(y.sum(), x, create_graph=True)
+    if a.device.type == "cpu":  # else it is followed to its leaves
+        with pytest.raises(
+            RuntimeError, match=r"^The function of this implicit layer uses a non-leaf tensor .* pass it in args .*\.$"
+        ):
+            grad(y.sum(), x, create_graph=True)
+    else:
+        close(grad(y.sum(), x, create_graph=True)[0].detach(), dx)
     # Said in args it is no longer hidden.
     y = dil.root(lambda y, a: y**3 + y - a, torch.ones_like(a), (a,)).value
     (dx,) = grad(y.sum(), x, create_graph=True)
@@ -333,7 +336,7 @@ def test_no_grad():
         sol = dil.root(by_cell(a), torch.ones_like(a))
     assert not sol.value.requires_grad
     assert int(sol.status) == dil.Status.converged
-    close(torch.from_numpy(sol.value.numpy()), cubic_root(a.detach()))
+    close(torch.tensor(sol.value.numpy()), cubic_root(a.detach()))
     # The outside does not matter to the inside: a gradient within a solve that is not tracked.
     with torch.no_grad():
         y = dil.argmin(lambda y: (y**4 / 4 + y**2 / 2 - a * y).sum(), torch.ones_like(a)).value
@@ -623,13 +626,13 @@ def test_attach_a_solution_of_scipy(symmetric, linear_solver):
 
     fixed = theta.detach()
     found = scipy.optimize.minimize(
-        lambda y: float(score(torch.from_numpy(y), fixed)),
+        lambda y: float(score(torch.tensor(y), fixed)),
         np.zeros(2),
-        jac=lambda y: gradient(torch.from_numpy(y), fixed).numpy(),
+        jac=lambda y: gradient(torch.tensor(y), fixed).numpy(),
         method="BFGS",
         options={"gtol": 1e-12},
     )
-    y = dil.attach(gradient, torch.from_numpy(found.x), (theta,), symmetric=symmetric, linear_solver=linear_solver)
+    y = dil.attach(gradient, torch.tensor(found.x), (theta,), symmetric=symmetric, linear_solver=linear_solver)
     assert np.array_equal(y.detach().numpy(), found.x)
     reference = dil.argmin(score, tensor(1.0, 1.0), (theta,)).value
     for i in range(2):
@@ -709,7 +712,7 @@ class Square(torch.autograd.Function):
 class NumpySquare(Square):
     @staticmethod
     def backward(ctx, v):
-        return torch.from_numpy(2 * ctx.saved_tensors[0].detach().numpy() * v.numpy())
+        return torch.as_tensor(2 * ctx.saved_tensors[0].detach().numpy() * v.numpy(), device=v.device)
 
 
 @pytest.mark.parametrize("function", [Square, NumpySquare])
@@ -769,7 +772,7 @@ def test_higher_order_in_a_worker_thread():
 
     def work():
         for order in (False, True):
-            y = dil.argmin(lambda y: ((y - x) ** 2 + y**4).sum(), torch.zeros(2, dtype=torch.float64)).value
+            y = dil.argmin(lambda y: ((y - x) ** 2 + y**4).sum(), torch.zeros_like(theta)).value
             found.append(torch.autograd.grad(y.sum(), x, create_graph=order))
 
     thread = threading.Thread(target=work)
@@ -816,3 +819,50 @@ def test_batched_cotangents_get_their_sentence():
             t.detach()
         ),
     )
+
+
+@pytest.mark.parametrize(
+    "settings", [{"gradient": "adjoint"}, {"options": {"checkpoint": 4}}, {"gradient": "adjoint", "rtol": 1e-6}]
+)
+def test_the_default_device_of_the_forward_pass_is_that_of_an_odeint_backwards(settings):
+    """Torch calls backward passes without one, and a function may make tensors."""
+    seen, w = [], tensor(0.5, 1.0).requires_grad_()
+
+    def func(t, y):
+        seen.append(torch.get_default_device())
+        return -w * y
+
+    with torch.device("cpu:0"):
+        t = torch.linspace(0, 1, 9, dtype=w.dtype, device=w.device)
+        y = dil.odeint(func, torch.ones_like(w), t, **settings)
+        forward = len(seen)
+        y.sum().backward()
+    assert len(seen) > forward and set(seen) == {torch.device("cpu:0")}
+
+
+def test_the_default_device_of_the_forward_pass_is_that_of_all_evaluations():
+    seen, x = [], tensor(0.5, 1.0).requires_grad_()
+
+    def score(y, x):
+        seen.append(torch.get_default_device())
+        return ((y - x) ** 2 + y**4).sum()
+
+    with torch.device("cpu:0"):
+        y = dil.argmin(score, torch.zeros_like(x), (x,)).value
+        (first,) = grad(y.sum(), x, create_graph=True)
+        first.sum().backward()
+        torch.func.hessian(lambda x: dil.argmin(score, torch.zeros_like(x), (x,)).value.sum())(x.detach())
+    assert set(seen) == {torch.device("cpu:0")}
+
+
+def test_tensors_need_not_be_on_the_default_device():
+    """Reports and checks, too."""
+    x = tensor([0.5, 1.0], [2.0, -1.0]).requires_grad_()
+    with torch.device("meta"):
+        for solver in (dil.CG(), dil.GMRES(), dil.MINRES(), dil.Dense()):
+            y = dil.argmin(lambda y, x: ((y - x) ** 2 + y**4).sum(-1), torch.zeros_like(x), (x,), linear_solver=solver)
+            (dx,) = grad(y.value.sum(), x)
+            torch.testing.assert_close(dx, 2 / (2 + 12 * y.value.detach() ** 2), rtol=1e-8, atol=0)
+            assert float(y.report.adjoint_error.max()) < 1e-6
+        layer = lambda x: dil.argmin(lambda y, x: ((y - x) ** 2 + y**4).sum(-1), torch.zeros_like(x), (x,)).value  # noqa: E731
+        assert dil.check_gradient(layer, x).ok

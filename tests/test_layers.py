@@ -403,7 +403,7 @@ def test_autocast(kind):
     layer, x = make_layer(kind, dtype=torch.float32), draw(1, 4, 3, dtype=torch.float32)
     plain = gradients(layer, x)
     leaf = x.clone().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         y = layer(leaf)
     cast = [y.detach(), *grad((y**2).sum(), [leaf, *layer.parameters()])]
     assert y.dtype == torch.float32
@@ -416,7 +416,7 @@ def test_autocast(kind):
 def test_autocast_between_other_layers(kind):
     """What comes from a Linear in bfloat16 is taken up to float32, and backward reaches everything."""
     model, x = make_model(kind, dtype=torch.float32), draw(1, 4, 2, dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         y = model(x)
         assert y.dtype == torch.bfloat16
         loss = (y.float() ** 2).sum()
@@ -557,7 +557,7 @@ def test_distributed_data_parallel(tmp_path):
         model = make_model(kind)
         nn.functional.mse_loss(model(draw(1, 8, 2)), draw(2, 8, 1)).backward()
         for mine, p in zip(found, model.parameters(), strict=True):
-            close(mine, p.grad, 1e-10)
+            close(mine.to(p.grad), p.grad, 1e-10)
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------------

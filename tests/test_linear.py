@@ -399,9 +399,24 @@ def test_claims_of_convergence_are_checked(solver):
     b = draw(22, 3, 30)
     result = solver.solve(operator_of(A, True), b)
     true = (b - apply(A, result.value)).norm(dim=1)
-    torch.testing.assert_close(result.stats.residual, true, rtol=1e-2, atol=1e-12)
+    rounding = torch.finfo(b.dtype).eps * float(result.value.norm(dim=1).max())  # of the product A x, whose sums may differ
+    torch.testing.assert_close(result.stats.residual, true, rtol=1e-2, atol=rounding)
     if not isinstance(solver, BiCGStab):
         assert set(names(result.status)) == {"converged"}
+
+
+@pytest.mark.parametrize("solver", [CG(), MINRES(), GMRES(), BiCGStab()], ids=str)
+def test_a_sample_that_is_done_early_is_left_alone_in_half_precision(solver):
+    """The others go on, and the reciprocal of what rounding has left of it is too large a number."""
+    for seed in range(40):
+        scale = torch.randint(0, 3, (3,), generator=torch.Generator().manual_seed(seed)) * 2.0**-10
+        A = torch.diag_embed(torch.stack((2.0 + scale, torch.tensor([1.0, 3.0, 5.0])))).half()
+        b = draw(seed, 2, 3).half()
+        result = solver.solve(operator_of(A, True), b)
+        assert names(result.status) == ["converged"] * 2, seed
+        torch.testing.assert_close(
+            result.value.double(), (b / torch.diagonal(A, dim1=1, dim2=2)).double(), rtol=0.05, atol=0.05
+        )
 
 
 class TestNeumann:
@@ -441,7 +456,13 @@ class TestAuto:
     def test_large_batches_are_not_made_dense(self):
         n = 64
         A = torch.eye(n, dtype=torch.float64).expand(65, n, n)
-        for samples, symmetric, method in ((4, True, "Dense"), (5, True, "CG"), (64, False, "Dense"), (65, False, "GMRES(30)")):
+        most = 4 if A.device.type == "cpu" else 64  # beside CG
+        for samples, symmetric, method in (
+            (most, True, "Dense"),
+            (most + 1, True, "CG"),
+            (64, False, "Dense"),
+            (65, False, "GMRES(30)"),
+        ):
             result = Auto().solve(operator_of(A[:samples], symmetric), draw(23, samples, n))
             assert result.stats.method == method, samples
 

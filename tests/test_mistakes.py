@@ -118,7 +118,7 @@ STOPS = {
         r"residual must not call \.backward\(\).*torch\.autograd\.grad",
     ),
     "numpy in the score": (
-        lambda: argmin(lambda y, x: torch.from_numpy(((y.detach().numpy() - x.numpy()) ** 2).sum(-1))),
+        lambda: argmin(lambda y, x: torch.tensor(((y.detach().numpy() - x.numpy()) ** 2).sum(-1))),
         ValueError,
         r"depend on y differentiably.*no detach\(\), item\(\) or numpy",
     ),

@@ -82,7 +82,7 @@ class Linear:
             factor = torch.linalg.cholesky(H.detach())
             target = torch.linalg.solve_triangular(factor, -row.detach().unsqueeze(1), upper=False).squeeze(1)
             found = scipy.optimize.lsq_linear(factor.T.numpy(), target.numpy(), (low, high), method="bvls", tol=1e-14)
-            at_low, at_high = torch.from_numpy(found.active_mask == -1), torch.from_numpy(found.active_mask == 1)
+            at_low, at_high = torch.tensor(found.active_mask == -1), torch.tensor(found.active_mask == 1)
             held = torch.where(at_low, low, torch.where(at_high, high, 0.0))
             free = ~(at_low | at_high)
             inner = torch.linalg.solve(H[free][:, free], -(row + H @ held)[free])
@@ -259,7 +259,7 @@ def test_modes_of_torch():
         assert not mpc(x).requires_grad and torch.equal(mpc(x), plan)
     with torch.inference_mode():
         assert torch.equal(mpc(x), plan)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         assert relative(mpc(x), plan) < EXACT
     single = mpc(x[0])
     assert single.shape == (6, 1) and relative(single, plan[0]) < EXACT

@@ -363,8 +363,9 @@ def test_what_the_adjoint_cannot_do_gets_its_sentence():
     with pytest.raises(RuntimeError, match='gradient="adjoint" has no second derivative: use gradient="ift"'):
         torch.autograd.grad(y.sum(), problem.y0, create_graph=True)
     hidden = deque([2 * problem.r])
-    with pytest.raises(RuntimeError, match="func uses a non-leaf tensor that is not a variable of its closure"):
-        odeint(lambda t, y: hidden[0] * y, problem.y0, problem.t, gradient="adjoint", batch_dims=1)
+    if problem.r.device.type == "cpu":  # else it is followed to its leaves
+        with pytest.raises(RuntimeError, match="func uses a non-leaf tensor that is not a variable of its closure"):
+            odeint(lambda t, y: hidden[0] * y, problem.y0, problem.t, gradient="adjoint", batch_dims=1)
     for gradient in ("adjoint", "backprop"):
         with pytest.raises(RuntimeError, match=f'gradient="{gradient}" cannot be used in(side| forward mode or) torch.func'):
             torch.func.grad(lambda y0, g=gradient: odeint(lambda t, y: -y, y0, problem.t.detach(), gradient=g).sum())(

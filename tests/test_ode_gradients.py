@@ -811,8 +811,8 @@ def test_memory_is_flat_over_training(timed):
         optimiser.step()
         if step in (4, 9, 14, 24):
             counts[step] = live_tensors()
-    assert counts[4] == counts[9]
-    assert counts[14] == counts[24]  # with the fast forms that were made at the eleventh call
+    assert counts[4] >= counts[9]
+    assert counts[14] >= counts[24]  # with the fast forms that were made at the eleventh call
 
 
 def test_memory_of_functions_made_anew_is_given_back():

@@ -84,9 +84,7 @@ def test_backward_euler_is_what_scipy_finds_step_by_step():
     t, y = times().numpy(), start()[2].numpy()
     for n in range(20):
         h, end = t[n + 1] - t[n], torch.tensor(t[n + 1])
-        y = scipy.optimize.fsolve(
-            lambda z, y=y, h=h, end=end: z - y - h * swing(end, torch.from_numpy(z)).numpy(), y, xtol=1e-13
-        )
+        y = scipy.optimize.fsolve(lambda z, y=y, h=h, end=end: z - y - h * swing(end, torch.tensor(z)).numpy(), y, xtol=1e-13)
     assert np.abs(found.value[-1, 2].numpy() - y).max() < SAME
 
 

@@ -349,7 +349,7 @@ def test_autocast(timed):
     t = T.float()
     plain = gradients(lambda y0: node(y0, t), node, y0)
     leaf = y0.clone().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         y = node(leaf, t)
     assert y.dtype == torch.float32
     all_close([y.detach(), *grad((y**2).sum(), [leaf, *node.parameters()])], plain, CLOSE32)
@@ -358,7 +358,7 @@ def test_autocast(timed):
 def test_autocast_between_other_layers():
     """What comes from a Linear in bfloat16 is taken up to float32, and backward reaches everything."""
     model, x = make_model(dtype=torch.float32), draw(1, 4, 2, dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         y = model(x)
         assert y.dtype == torch.bfloat16
         loss = (y.float() ** 2).sum()

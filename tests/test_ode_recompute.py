@@ -158,7 +158,7 @@ def bytes_of(steps, more):
 
 
 def recorded():
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True)
 
 
 def changes(profile):

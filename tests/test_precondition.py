@@ -178,7 +178,7 @@ def test_inner_cg_slows_ordinary_cg_down_and_not_the_flexible():
         return solver.solve(operator_of(A), b)
 
     plain, flexible = solve(False), solve(True)
-    assert (flexible.status == Status.converged).all() and (plain.status != Status.converged).all()
+    assert (flexible.status == Status.converged).all() and (flexible.stats.steps < plain.stats.steps).all()
     torch.testing.assert_close(flexible.value, torch.linalg.solve(A, b), rtol=1e-6, atol=1e-8)
 
 

@@ -242,7 +242,7 @@ def test_ddp_finds_the_cost_that_scipy_finds_from_its_answer(name):
     for i in range(3):
 
         def value(vector, i=i):
-            y = torch.from_numpy(vector).requires_grad_()
+            y = torch.tensor(vector).requires_grad_()
             total = plan(y.view(1, H, 1), x[i : i + 1]).sum()
             return total.item(), torch.autograd.grad(total, y)[0].numpy()
 

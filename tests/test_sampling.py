@@ -11,6 +11,7 @@ from problems import PROBLEMS, flatten
 
 import torchdil as dil
 from torchdil import Status
+from torchdil.batch import check_every
 from torchdil.solvers import sampling
 
 # Of an answer that was found by its score alone, which is flat to rounding within √ε ≈ 1e-8 of the minimum, in units of the
@@ -106,7 +107,7 @@ def test_a_polish_meets_the_tolerance(name, solver, polish):
     assert error(solution.value, minimisers) <= (RASTRIGIN if name == "rastrigin" else POLISHED)
     rounds = quiet(score, y0, solver=solver(bounds=bounds)).stats.steps
     after = len(solution.stats.history) - 1  # steps of the polish
-    assert solution.stats.steps == rounds + after
+    assert 0 <= rounds + after - solution.stats.steps < check_every(y0.device)
     assert solution.stats.method == f"{solver.__name__}, then {type(polish).__name__}"
 
 
@@ -116,7 +117,7 @@ def test_a_polish_from_a_steep_start_does_not_search_again(solver):
     y0 = tensor(50.0, -50.0)
     solution = dil.argmin(rosenbrock, y0, solver=solver(bounds=(-60.0, 60.0), max_steps=1, polish=dil.LBFGS()))
     assert solution.converged and error(solution.value, tensor([1.0, 1.0])) <= POLISHED
-    assert solution.stats.steps == 1 + len(solution.stats.history) - 1
+    assert 0 <= len(solution.stats.history) - solution.stats.steps < check_every(y0.device)
 
 
 def test_more_unknowns_than_a_covariance_can_be_fitted_to():
@@ -222,7 +223,7 @@ def best_of(particles, score, y0):
 @pytest.mark.parametrize(("bounds", "scale"), [((-5.12, 5.12), None), (None, 2.0), ((-5.12, 5.12), 2.0)])
 def test_random_shooting_is_the_best_of_its_particles(rounds, bounds, scale):
     score, y0, _, _ = FUNCTIONS["rastrigin"]
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator(y0.device).manual_seed(7)
     uniform = scale is None
     draws = [(torch.rand if uniform else torch.randn)(1000, 5, generator=generator, dtype=torch.float64) for _ in range(rounds)]
     particles = torch.cat(draws)
@@ -511,10 +512,14 @@ def test_a_sample_whose_particles_all_score_the_same_is_done(solver):
 def test_a_sample_that_is_done_is_frozen():
     """The second sample sees a plain in its first round, and would meet a hole in a later one."""
     score = lambda y, x: x * y.square().sum(-1) + (1 - x) * (y[..., 0] < 3)  # noqa: E731
-    sampler = dil.RandomShooting(particles=20, max_steps=50)
-    solution = quiet(score, torch.ones(2, 2, dtype=torch.float64), (tensor(1.0, 0.0),), solver=sampler)
-    assert solution.stats.steps.tolist() == [50, 1]
-    assert torch.equal(solution.value[1], torch.ones(2, dtype=torch.float64))
+    seen = 0
+    for seed in range(5):  # of which not all see the plain
+        sampler = dil.RandomShooting(particles=20, max_steps=50, seed=seed)
+        solution = quiet(score, torch.ones(2, 2, dtype=torch.float64), (tensor(1.0, 0.0),), solver=sampler)
+        if solution.stats.steps.tolist() == [50, 1]:
+            assert torch.equal(solution.value[1], torch.ones(2, dtype=torch.float64))
+            seen += 1
+    assert seen
 
 
 @pytest.mark.parametrize("solver", ALL, **by_name)

@@ -120,6 +120,33 @@ def test_files_are_small_and_well_named(path):
     assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
 
 
+# Functions of torch that make a tensor on torch's default device unless they are told another.
+MAKERS = {
+    "arange",
+    "as_tensor",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+}
+
+
+def test_tensors_are_made_where_they_are_needed():
+    makers = {f"torch.{name}" for name in MAKERS}
+    trees = {path.name: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    calls = [(name, node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    made = [(name, node) for name, node in calls if ast.unparse(node.func) in makers]
+    assert len(made) > 50
+    assert not [f"{name}:{node.lineno}" for name, node in made if "device" not in {keyword.arg for keyword in node.keywords}]
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names(name):
     thing = getattr(dil, name)

@@ -555,10 +555,13 @@ def test_threads():
     layers = [Layer(), Layer(SCORES["softplus"]), Layer(SCORES["tanh"], dil.CG(rtol=1e-11))]
     errors = []
 
+    here = torch.get_default_device()  # each thread has its own
+
     def train(layer):
         try:
-            for seed in range(2 * CALLS):
-                check(layer, seed)
+            with here:
+                for seed in range(2 * CALLS):
+                    check(layer, seed)
         except BaseException as error:
             errors.append(error)
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import torchdil as dil
 from torchdil import Status
+from torchdil.batch import check_every
 
 FACTOR = 10.0  # how far an estimate of an error may be off
 X = torch.tensor([1.0, 2.0], dtype=torch.float64)
@@ -152,7 +153,8 @@ def test_backward_failure_warns_once(case):
         warnings.simplefilter("always")
         y.backward(draw(2, *y.shape))
     assert [w.category for w in caught] == [dil.ConvergenceWarning]
-    assert caught[0].filename == __file__
+    if y.device.type == "cpu":  # else backward passes have a thread of their own, where the caller is not seen
+        assert caught[0].filename == __file__
     message = str(caught[0].message)
     assert message.startswith("The backward solve") and status.advice in message
     assert "residual " in message and "tolerance " in message
@@ -371,7 +373,7 @@ def test_forward_and_backward_each_have_their_say():
         assert len(caught) == 2
         sol.value.sum().backward()
     assert [str(w.message).split()[1] for w in caught] == ["forward", "backward", "backward"]
-    assert {w.filename for w in caught} == {__file__}
+    assert {w.filename for w in caught if theta.device.type == "cpu" or "forward" in str(w.message)} == {__file__}
 
 
 def test_warning_names_the_line_that_called():
@@ -424,7 +426,7 @@ def test_histories_and_steps():
     )
     sol.value.backward(draw(1, 3, 2))
     for stats in (sol.report.forward.stats, sol.report.backward.stats):
-        assert len(stats.history) == int(stats.steps.max()) + 1
+        assert 0 <= len(stats.history) - (int(stats.steps.max()) + 1) < check_every(theta.device)
         assert all(entry.shape == (3,) for entry in stats.history)
         assert (stats.history[-1] <= 10 * stats.tolerance).all()
 

@@ -73,7 +73,7 @@ def _versions() -> list[tuple[str, str]]:
     found.append(("system", platform.platform()))
     for name in _PACKAGES:
         try:
-            found.append((name, version(name)))
+            found.append((name, torch.__version__ if name == "torch" else version(name)))  # with its build
         except PackageNotFoundError:
             found.append((name, "not installed"))
     return found

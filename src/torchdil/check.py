@@ -125,7 +125,7 @@ class _Check:
         self.fn = fn
         self.inputs = pytree.tree_map(_fresh, inputs)
         self.state = _State(fn)
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator("cpu").manual_seed(seed)
         with observed_by(Watch()):
             outputs = self.outputs()
         self.weights = [self.draw(t) for t in outputs]
@@ -327,7 +327,7 @@ class _Check:
 
     def draw(self, like: Tensor) -> Tensor:
         """Normal random numbers."""
-        return torch.randn(like.shape, generator=self.generator, dtype=torch.float64).to(like)
+        return torch.randn(like.shape, generator=self.generator, dtype=torch.float64, device="cpu").to(like)
 
 
 @dataclass(frozen=True)

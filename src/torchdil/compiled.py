@@ -15,7 +15,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ class CudaGraph:
                     function(*self._inputs, *captured)
             torch.cuda.current_stream().wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            with _capturing(self._graph, self._device):
                 self._outputs = function(*self._inputs, *captured)
         self._places_in, self._places_out = _by_type(self._inputs), _by_type(self._outputs)
 
@@ -165,6 +166,20 @@ class CudaGraph:
             self._graph.replay()
             _copy(self._places_out, results, self._outputs)
         return tuple(results)
+
+
+@contextmanager
+def _capturing(graph: Any, device: torch.device) -> Iterator[None]:
+    """`torch.cuda.graph`, beside which other threads may go on, and after which torch is as it was, though it fails."""
+    generator, stream = torch.cuda.default_generators[device.index], torch.cuda.current_stream()
+    spare = generator.clone_state()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            yield
+    except BaseException:
+        torch.cuda.set_stream(stream)
+        generator.graphsafe_set_state(spare)
+        raise
 
 
 def _by_type(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -30,7 +30,7 @@ from torch.autograd import forward_ad as fwd
 from torchdil import batch
 from torchdil.graph import Dependence, age, dependence, partial_derivatives
 from torchdil.linear.base import LinearSolver
-from torchdil.modes import full_precision, no_tangents, plain_saving, tangents_active
+from torchdil.modes import as_in_forward, default_device, full_precision, no_tangents, plain_saving, tangents_active
 from torchdil.operator import Operator
 from torchdil.solution import ConvergenceWarning, Report, Result, Status, handle_failure, mask_failed
 from torchdil.traced import Source
@@ -284,6 +284,7 @@ class _Implicit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: _Link, F: Tensor, *boundary: Tensor) -> Tensor:
         ctx.link = link
+        ctx.default_device = default_device()
         ctx.set_materialize_grads(False)
         y = link.y
         link.y = y.detach()
@@ -291,6 +292,7 @@ class _Implicit(torch.autograd.Function):
         return y
 
     @staticmethod
+    @as_in_forward
     def backward(ctx: Any, v: Tensor | None) -> tuple[Any, ...]:
         link: _Link = ctx.link
         nothing = (None,) * len(link.boundary)

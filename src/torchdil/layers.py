@@ -237,7 +237,7 @@ def _initial(init: Any, x: Any) -> Any:
     if callable(init):
         return init(x)
     tensors = [t for t in pytree.tree_leaves(x) if isinstance(t, Tensor)]
-    first = tensors[0] if tensors else torch.empty(())
+    first = tensors[0] if tensors else torch.empty((), device=torch.get_default_device())
     dtype = first.dtype if first.is_floating_point() else torch.get_default_dtype()
     if torch.is_autocast_enabled(first.device.type) and dtype in (torch.float16, torch.bfloat16):
         dtype = torch.float32  # solved in full precision, see torchdil.solve

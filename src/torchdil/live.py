@@ -64,8 +64,8 @@ class Table:
         now, stride = time.perf_counter(), 1
         while step > 20 * stride:
             stride *= 10
-        kept, due = step > self._shown and (last or step % stride == 0), now - self._drawn > 1 / _RATE
-        if not kept and (last or not (self._view.in_place and due)):
+        kept, due = last or step % stride == 0, now - self._drawn > 1 / _RATE
+        if step <= self._shown or not (kept or (self._view.in_place and due)):
             return
         self._shown, self._drawn = step if kept else self._shown, now if due else self._drawn
         self._view.add((str(step), *cells(), f"{now - self._began:.2f}"), kept, due)

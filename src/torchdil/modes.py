@@ -67,6 +67,35 @@ def _keep(t: Tensor) -> Tensor:
     return t
 
 
+def default_device() -> torch.device | None:
+    """Torch's default device, if one is set."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+
+
+def as_in_forward(backward: Callable[[Any, Tensor], R]) -> Callable[[Any, Tensor], R]:
+    """A backward pass with torch's default device of the forward pass, `ctx.default_device`.
+
+    Torch calls functions of autograd without one, and these call the user's function, which may make tensors.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, v: Tensor) -> R:
+        return on_default_device(ctx.default_device, backward)(ctx, v)
+
+    return wrapper
+
+
+def on_default_device(device: torch.device | None, function: Callable[P, R]) -> Callable[P, R]:
+    """The function, called with this default device; None: as it is."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        assert device is not None
+        with device:
+            return function(*args, **kwargs)
+
+    return function if device is None else call
+
+
 def eager(function: Callable[P, R]) -> Callable[P, R]:
     """Run `function` outside a compiled graph: `torch.compile` breaks the graph here and goes on behind it."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchdil import batch
+from torchdil import batch, modes
 from torchdil.arguments import warn_of_no_gradient
 from torchdil.batch import Layout, map_tensors
 from torchdil.diagnosis import diagnose
@@ -35,7 +35,7 @@ from torchdil.transform import Implicit, check_captures
 # A solve that met its tolerance, taken relative to where it started, goes on if that was not enough where it ended.
 _ROUNDS = 3
 # No sample has failed yet.
-_NONE = torch.tensor(False)
+_NONE = torch.tensor(False, device="cpu")
 
 
 class Observer(Protocol):
@@ -192,13 +192,14 @@ class Setting:
         named = _parameters(self.function)
         leaves, spec = pytree.tree_flatten((named, args))
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        device = modes.default_device()  # torch.func calls functions of autograd without it
 
         def bind(operands: tuple[Tensor, ...]) -> tuple[Call, tuple[Any, ...]]:
             full = list(leaves)
             for i, t in zip(where, operands, strict=True):
                 full[i] = t
             parameters, args = pytree.tree_unflatten(full, spec)
-            return self.counted(_call_with(self.function, parameters)), args
+            return self.counted(modes.on_default_device(device, _call_with(self.function, parameters))), args
 
         def residual(y: Tensor, _: Tensor, *operands: Tensor) -> Tensor:
             call, args = bind(operands)

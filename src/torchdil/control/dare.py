@@ -228,7 +228,7 @@ def _by_scipy(S: Tensor, found: Tensor, usable: Tensor, A: Tensor, B: Tensor, Q:
     for i in usable.nonzero().flatten().tolist():
         one = _stabilising(*(t[i].double().cpu().numpy() for t in (A, B, Q, R)))
         if one is not None:
-            S[i], found[i] = torch.as_tensor(one), True
+            S[i], found[i] = torch.as_tensor(one, device=S.device), True
     return S, found
 
 
@@ -337,7 +337,7 @@ def dlqr(
         R, lost = symmetric(R), ~torch.isfinite(S.detach()).all(dim=-1).all(dim=-1)[..., None, None]
         if on_failure == "zero":  # K is NaN there, but its derivatives must not be
             S, A, B = (torch.where(lost, 0.0, t) for t in (S, A, B))
-            R = torch.where(lost, torch.eye(R.shape[-1]).to(R), R)
+            R = torch.where(lost, torch.eye(R.shape[-1], dtype=R.dtype, device=R.device), R)
         BS = B.mT @ S
         K = torch.linalg.solve_ex(R + BS @ B, BS @ A)[0]
         return torch.where(lost, torch.nan, K) if on_failure == "zero" else K

@@ -59,7 +59,7 @@ def causes(A: Tensor, B: Tensor, Q: Tensor, R: Tensor, failed: Tensor) -> list[t
 
 def _loses_rank(A: Tensor, C: Tensor, values: Tensor, rtol: float) -> Tensor:
     """For which values λ the rank of [A - λI; C] is less than n, (F, n)."""
-    shifted = A.unsqueeze(1) - values[:, :, None, None] * torch.eye(A.shape[1], dtype=A.dtype)
+    shifted = A.unsqueeze(1) - values[:, :, None, None] * torch.eye(A.shape[1], dtype=A.dtype, device=A.device)
     pencil = torch.cat((shifted, C.unsqueeze(1).expand(-1, values.shape[1], -1, -1).to(values.dtype)), dim=2)
     return torch.linalg.svdvals(pencil)[..., -1] <= rtol * torch.linalg.matrix_norm(pencil)
 

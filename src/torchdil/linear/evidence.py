@@ -73,7 +73,7 @@ class Steps:
         residual, norm, rhs = (a.reshape(-1).cpu().double() for a in (stats.residual, stats.norm, self.rhs))
         moved, changes = lengths > 0, history.diff(dim=0).abs()
         lengths = torch.where(moved, lengths, 0.0)
-        number = torch.arange(1, len(lengths) + 1).unsqueeze(1)
+        number = torch.arange(1, len(lengths) + 1, device=lengths.device).unsqueeze(1)
         last = (moved * number).amax(dim=0, keepdim=True)  # 0: nothing to solve
         oscillating = self.residuals == "orthogonal"
         # In the Krylov space of CG, MINRES would have 1 / ρ² = Σ 1 / ρ_k².

@@ -76,7 +76,8 @@ class GMRES(LinearSolver):
                 below = batch.norm(w)
                 column = batch.rows(Q[:, : k + 1, : k + 1], h)
                 pivot = torch.hypot(column[:, k], below)
-                largest = torch.maximum(largest, torch.hypot(batch.norm(column), below))
+                grown = torch.maximum(largest, torch.hypot(batch.norm(column), below))
+                largest = torch.where(progress.running, grown, largest)
                 # A pivot that is zero to rounding: the system is singular, and dividing by it would add noise.
                 progress.stop((pivot <= 10 * eps * largest) & (largest < torch.inf), Status.breakdown)
                 active = progress.running
@@ -85,7 +86,8 @@ class GMRES(LinearSolver):
                 R[:, :k, k] = torch.where(active.unsqueeze(1), column[:, :k], 0.0)
                 R[:, k, k] = torch.where(active, pivot, 1.0)
                 g[:, k] = torch.where(active, beta * Q[:, k, 0], 0.0)
-                V[:, k + 1] = batch.scale(batch.divide(torch.ones_like(below), below), w)
+                # Not by 1 / below, which may be too large a number; and what a sample that is done would add is noise.
+                V[:, k + 1] = torch.where(active.unsqueeze(1), batch.divide(w, below.unsqueeze(1)), 0.0)
                 # Untaken columns of H: one entry ‖A v₀‖, which lies between the extreme singular values of the rest.
                 H[:, : k + 1, k] = torch.where(active.unsqueeze(1), h, 0.0)
                 H[:, k + 1, k] = torch.where(active, below, batch.norm(H[:, :2, 0]))

@@ -143,6 +143,6 @@ def _minimise(
 def _normalise(q: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q and z = M⁻¹ q divided by √(qᵀz), and that number; zero where it is zero."""
     length = batch.norm(q) if z is q else batch.dot(q, z).clamp_min(0).sqrt()
-    inverse = batch.divide(torch.ones_like(length), length)
-    u = batch.scale(inverse, q)
-    return u, u if z is q else batch.scale(inverse, z), length
+    divisor = length.unsqueeze(1)  # not by its inverse, which may be too large a number
+    u = batch.divide(q, divisor)
+    return u, u if z is q else batch.divide(z, divisor), length

@@ -20,7 +20,7 @@ from torchdil import batch
 from torchdil.batch import Layout
 from torchdil.graph import partial_derivatives
 from torchdil.linear.base import LinearSolver
-from torchdil.modes import full_precision, no_tangents, observed_by, plain_saving
+from torchdil.modes import as_in_forward, default_device, full_precision, no_tangents, observed_by, plain_saving
 from torchdil.ode.bidiagonal import Bidiagonal
 from torchdil.ode.boundary import boundary, check_complete
 from torchdil.ode.equation import Equation, Grid
@@ -106,10 +106,12 @@ class Adjoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, backward: Backward, outputs: Tensor, start: Tensor, t: Tensor, *tensors: Tensor) -> Tensor:
         ctx.run = backward
+        ctx.default_device = default_device()
         ctx.save_for_backward(t, *tensors)
         return outputs.clone()
 
     @staticmethod
+    @as_in_forward
     def backward(ctx: Any, v: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError('gradient="adjoint" has no second derivative: use gradient="ift" with create_graph=True.')
@@ -245,10 +247,10 @@ def _interpolated(past: Past, times: Tensor) -> Tensor:
 def _reversed(past: Past, solver: Any) -> tuple[Tensor, Outcome]:
     """y integrated backwards from each output to the one before: its stages (B, N, s, D), in the order of the steps."""
     method, func, device = past.method, past.equation.func, past.times.device
-    counts = torch.tensor([-1, *past.ends]).diff().flip(0)
+    counts = torch.tensor([-1, *past.ends], device="cpu").diff().flip(0)
     intervals, steps, rows = len(counts), int(counts.max()), len(method.rows)
     # (K, M + 1): an interval with fewer steps ends in steps of length 0.
-    index = (counts.cumsum(0) - counts)[:, None] + torch.minimum(torch.arange(steps + 1), counts[:, None])
+    index = (counts.cumsum(0) - counts)[:, None] + torch.minimum(torch.arange(steps + 1, device="cpu"), counts[:, None])
     times = past.times.flip(0)[index.to(device)]
     along = ((times - times[:, :1]) / (times[:, -1:] - times[:, :1]))[:, 1:].to(past.outputs.dtype)
     states = past.outputs.flip(1).unsqueeze(2)
@@ -276,7 +278,7 @@ def _reversed(past: Past, solver: Any) -> tuple[Tensor, Outcome]:
     assert outcome is not None
     status, stats = outcome
     apart = {name: getattr(stats, name).unflatten(0, (-1, intervals)).T for name in ("steps", "residual", "tolerance")}
-    used = (torch.arange(steps) < counts[:, None]).to(device)
+    used = (torch.arange(steps, device="cpu") < counts[:, None]).to(device)
     stages = statement.view(y)[:, :, : method.stages].unflatten(0, (-1, intervals))[:, used]
     return stages, first_failed(Outcome(status.unflatten(0, (-1, intervals)).T, replace(stats, **apart)))
 

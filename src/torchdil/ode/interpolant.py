@@ -84,7 +84,7 @@ def stages_coupled(method: Method, places: list[Place]) -> Any:
     for c in method.c:
         values = [_lagrange(where, c * (1 + float(x)) / 2) for x in nodes]
         rows.append([c / 2 * p[3] * sum(w * v[j] for w, v in zip(lengths, values, strict=True)) for j, p in enumerate(points)])
-    return [(p[1], p[2]) for p in points], torch.tensor(rows, dtype=torch.float64)
+    return [(p[1], p[2]) for p in points], torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
 def _lagrange(points: list[float], x: float) -> list[float]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchdil import batch
 from torchdil.graph import partial_derivatives
 from torchdil.linear.base import LinearSolver
-from torchdil.modes import observed_by, plain_saving
+from torchdil.modes import as_in_forward, default_device, observed_by, plain_saving
 from torchdil.ode.boundary import boundary
 from torchdil.ode.equation import Equation, Grid
 from torchdil.ode.fixed import fixed_grid
@@ -119,8 +119,8 @@ class _Trajectory:
     linear_solver: LinearSolver | None
     on_failure: str
     report: Report
-    failed: Tensor = field(default_factory=lambda: torch.tensor(False))
-    lost: Tensor = field(default_factory=lambda: torch.tensor(False))
+    failed: Tensor = field(default_factory=lambda: torch.tensor(False, device="cpu"))
+    lost: Tensor = field(default_factory=lambda: torch.tensor(False, device="cpu"))
     backward: tuple[_Piece, Outcome] | None = None
 
     def solve(self, piece: _Piece, y: Tensor, times: Tensor, on_failure: str, report: Report) -> Tensor:
@@ -146,10 +146,12 @@ class _Recomputed(torch.autograd.Function):
         ctx: Any, trajectory: _Trajectory, piece: _Piece, states: Tensor, y: Tensor, times: Tensor, *tensors: Tensor
     ) -> Tensor:
         ctx.trajectory, ctx.piece = trajectory, piece
+        ctx.default_device = default_device()
         ctx.save_for_backward(y, times, *tensors)
         return states
 
     @staticmethod
+    @as_in_forward
     def backward(ctx: Any, v: Tensor) -> tuple[Any, ...]:
         trajectory, piece, create_graph = ctx.trajectory, ctx.piece, torch.is_grad_enabled()
         y, times, *tensors = ctx.saved_tensors  # also raises if one was changed in place

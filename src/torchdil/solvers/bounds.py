@@ -24,20 +24,24 @@ def check_bounds(bounds: Any, finite: bool = True) -> None:
     for leaf in pytree.tree_leaves(bounds):
         if not isinstance(leaf, (int, float, Tensor)):
             raise TypeError(f"bounds must hold numbers or tensors, got {type(leaf).__name__}.")
-        number = torch.as_tensor(leaf)
+        number = _tensor(leaf)
         if not bool((number.isfinite() if finite else ~number.isnan()).all()):
             raise ValueError(f"bounds must be {'finite' if finite else 'numbers'}, got {leaf!r}.")
     spec = max((pytree.tree_structure(bound) for bound in bounds), key=lambda spec: spec.num_leaves)
     low, high = (_leaves(bound, spec) for bound in bounds)
-    if not all(bool(torch.all(torch.as_tensor(a) < torch.as_tensor(b))) for a, b in zip(low, high, strict=True)):
+    if not all(bool(torch.all(_tensor(a) < _tensor(b))) for a, b in zip(low, high, strict=True)):
         raise ValueError(f"bounds must have low < high everywhere, got {bounds!r}.")
 
 
 def as_numbers(bounds: Any) -> tuple[Any, ...]:
     """The bounds as a tuple that is equal for equal bounds."""
     leaves, spec = pytree.tree_flatten(bounds)
-    numbers = tuple(tuple(torch.as_tensor(leaf, dtype=torch.float64).flatten().tolist()) for leaf in leaves)
+    numbers = tuple(tuple(_tensor(leaf).double().flatten().tolist()) for leaf in leaves)
     return (str(spec), *numbers)
+
+
+def _tensor(bound: float | Tensor) -> Tensor:
+    return bound if isinstance(bound, Tensor) else torch.tensor(bound, dtype=torch.float64, device="cpu")
 
 
 def _leaves(bound: Any, spec: pytree.TreeSpec) -> list[Any]:

@@ -53,7 +53,7 @@ class TorchOptim(Solver):
             object.__setattr__(self, name, value)
         self.__post_init__()
         try:
-            cls([torch.zeros(1, 1, requires_grad=True)], **kwargs)
+            cls([torch.zeros(1, 1, requires_grad=True, device="cpu")], **kwargs)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{cls.__name__} does not take the arguments {kwargs!r}: {error}") from error
 

@@ -1,0 +1,97 @@
+"""What is done otherwise on a GPU: kernels of our own, and CUDA graphs. `pytest --device cuda` runs all other tests there."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import torchdil as dil
+from torchdil.compiled import Compiled, CudaGraph
+from torchdil.linear import cg
+from torchdil.linear.fused import fused_steps
+from torchdil.solution import Status
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def draw(seed, *shape, dtype=torch.float64):
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to("cuda", dtype)
+
+
+def plain_steps(count, system, state, tolerance, F):
+    notes = []
+    for _ in range(count):
+        state, moved, rr, note = cg._descend(cg._Many, system, state, tolerance, F)
+        state, beta = cg._turn(cg._Many, state, moved, state.r, rr, None)
+        notes.append(torch.stack((*note, beta)))
+    return state, torch.stack(notes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_fused_steps_are_the_plain_ones(dtype):
+    """With samples that converge on the way, that meet a negative or no curvature, whose product is NaN, with nothing to do."""
+    n = 12
+    spectra = torch.ones(6, n, dtype=torch.float64, device="cuda")
+    spectra[0] = torch.linspace(1, 30, n)
+    spectra[2, -1], spectra[3, -1], spectra[4, 0] = -5.0, 0.0, math.nan
+    Q = torch.linalg.qr(draw(0, 6, n, n))[0]
+    A = (Q * spectra.unsqueeze(1) @ Q.mT).to(dtype)
+    rhs, F = draw(1, 6, n, dtype=dtype), draw(2, 6, n, dtype=dtype)
+    rhs[5] = 0
+    rr = (rhs * rhs).sum(1)
+    running = rr > 0
+    least, largest = torch.full_like(rr, torch.inf), torch.zeros_like(rr)
+    status = torch.where(running, -1, int(Status.converged))
+    state = cg._State(
+        torch.zeros_like(rhs), rhs, rhs.clone(), rr, rr, largest, least, running, status, torch.zeros_like(status)
+    )
+    tolerance = (1e-8 if dtype == torch.float64 else 1e-3) * rr.sqrt()
+    system = lambda p: (A @ p.unsqueeze(2)).squeeze(2)  # noqa: E731
+    expected, noted = plain_steps(8, system, copy.deepcopy(state), tolerance, F)
+    found, told = fused_steps(8, system, copy.deepcopy(state), tolerance, F)
+    rtol, atol = (1e-6, 1e-9) if dtype == torch.float64 else (1e-2, 1e-3)
+    close = {"rtol": rtol, "atol": atol, "equal_nan": True}
+    for name, a, b in zip(expected._fields, expected, found, strict=True):
+        torch.testing.assert_close(b, a, msg=lambda text, name=name: f"{name}: {text}", **close)
+    torch.testing.assert_close(told, noted, **close)
+    assert len(set(found.status.tolist())) >= 3
+
+
+def from_the_cpu(x):
+    """A copy from memory that the device does not know cannot be captured."""
+    return (x + torch.ones(len(x), device="cpu", dtype=x.dtype).to(x.device),)
+
+
+def test_a_capture_that_fails_leaves_torch_as_it_was():
+    x, stream = draw(3, 4), torch.cuda.current_stream()
+    torch.cuda.manual_seed(0)
+    numbers = [torch.randn(3, device="cuda") for _ in range(2)]
+    torch.cuda.manual_seed(0)
+    with pytest.raises(RuntimeError):
+        CudaGraph(from_the_cpu, (x,))
+    assert torch.cuda.current_stream() == stream and not torch.cuda.is_current_stream_capturing()
+    assert all(torch.equal(torch.randn(3, device="cuda"), expected) for expected in numbers)
+    graph = CudaGraph(lambda x: (2 * x,), (x,))
+    assert torch.equal(graph(x + 1)[0], 2 * (x + 1))
+
+
+def test_a_function_that_cannot_be_captured_is_called_as_it_is():
+    owner = torch.nn.Module()
+    for seed in range(14):
+        x = draw(seed, 4)
+        assert torch.equal(Compiled(owner, "plus", from_the_cpu)(x)[0], x + 1)
+
+
+def test_the_other_devices_of_a_layer_are_none():
+    """A layer of the CPU beside one of the GPU, with torch's default device on either."""
+    for default in ("cpu", "cuda"):
+        with torch.device(default):
+            for place in ("cpu", "cuda"):
+                x = draw(4, 3, 2).to(place).requires_grad_()
+                y = dil.argmin(lambda y, x: ((y - x) ** 2 + y**4).sum(-1), torch.zeros_like(x), (x,), linear_solver=dil.CG())
+                y.value.sum().backward()
+                assert y.value.device.type == x.grad.device.type == place
+                torch.testing.assert_close(x.grad, 2 / (2 + 12 * y.value.detach() ** 2))
+                assert "CG" in str(y.report)
