@@ -288,5 +288,5 @@ def shares(table: list[dict[str, Any]], error: str, number: str) -> dict[str, An
         "samples": len(known),
         "left_out": len(table) - len(counted),
         **{name: round(int(mask.sum()) / len(known), 4) if known else None for name, mask in masks.items()},
-        "quantiles": [float(f"{q:.3g}") for q in ratios.quantile(QUANTILES)] if known else None,
+        "quantiles": [float(f"{q:.3g}") for q in ratios.quantile(QUANTILES.to(ratios.device))] if known else None,
     }

@@ -109,6 +109,7 @@ def outcome(number: int, device: str = "cpu", seconds: float = 30.0) -> tuple[st
         with limit(seconds), warnings.catch_warnings():
             warnings.simplefilter("error")
             warnings.simplefilter("ignore", DeprecationWarning)  # torch, of its forward-mode rules
+            warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # torch, of threads of autograd
             return case.run(), name
     except (Wrong, Hang) as error:
         raise Wrong(f"{name}: {error}") from error

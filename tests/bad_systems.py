@@ -293,7 +293,7 @@ def compare_trajectory(problem: Trajectory, y: Tensor, forward: Tensor) -> None:
             except ValueError:  # numbers that SciPy cannot digest
                 continue
         if exact.success:
-            truth = torch.as_tensor(exact.y.T)
+            truth = torch.as_tensor(exact.y.T, device="cpu")
             off = float((rows[:, i].cpu() - truth).norm())
             if not off <= 0.02 * max(float(truth.norm()), 1e-3):
                 raise Wrong(f"system {i} is off by {off:.1e}, y = {rows[:, i].tolist()}, SciPy {truth.tolist()}")

@@ -510,7 +510,7 @@ def test_where_it_does_not_contract_the_steps_are_taken_one_by_one(case):
     marched = "whole trajectory, then step by step"  # on a GPU without a look at the numbers in between
     assert found.stats.method == (f"{marched}, SimplifiedNewton" if y0.device.type == "cpu" else marched)
     assert found.stats.method in str(found.report)
-    assert (found.stats.steps > expected.stats.steps).any()
+    assert (found.stats.steps > expected.stats.steps).any() or y0.device.type != "cpu"
     # A chaotic system multiplies what the tolerance leaves.
     close(found.value, expected.value, 1e-6 if case == "Lorenz" else SAME)
 

@@ -169,7 +169,7 @@ def changes(profile):
 def test_less_is_held_and_it_grows_with_the_root_of_the_steps():
     plain_held, plain_peak = bytes_of(144, {})
     held, peak = bytes_of(144, {"checkpoint": True})
-    assert held < plain_held / 50
+    assert held < plain_held / (50 if torch.get_default_device().type == "cpu" else 25)  # a GPU holds no less than 512 bytes
     assert peak < plain_peak / 5
     # Four times as many steps: about twice the memory, where all of the graph would be four times as much.
     assert bytes_of(576, {"checkpoint": True})[1] < 2.5 * peak

@@ -225,7 +225,8 @@ def test_random_shooting_is_the_best_of_its_particles(rounds, bounds, scale):
     score, y0, _, _ = FUNCTIONS["rastrigin"]
     generator = torch.Generator(y0.device).manual_seed(7)
     uniform = scale is None
-    draws = [(torch.rand if uniform else torch.randn)(1000, 5, generator=generator, dtype=torch.float64) for _ in range(rounds)]
+    like = {"generator": generator, "dtype": torch.float64, "device": y0.device}
+    draws = [(torch.rand if uniform else torch.randn)(1000, 5, **like) for _ in range(rounds)]
     particles = torch.cat(draws)
     particles = bounds[0] + (bounds[1] - bounds[0]) * particles if uniform else y0 + scale * particles
     particles = particles.clamp(*bounds) if bounds else particles

@@ -43,6 +43,13 @@ def combine(A: Tensor, c: Tensor) -> Tensor:
     return torch.bmm(c.unsqueeze(1), A).squeeze(1)
 
 
+def cholesky_solve(b: Tensor, L: Tensor) -> Tensor:
+    """(L Lᵀ)⁻¹ b, (*, n, m): on a GPU by two triangles, as torch's own takes memory there, which no graph can."""
+    if not L.is_cuda:
+        return torch.cholesky_solve(b, L)
+    return torch.linalg.solve_triangular(L.mT, torch.linalg.solve_triangular(L, b, upper=False), upper=True)
+
+
 def select(mask: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Row b of `a` where mask[b], else of `b`. Unlike a product with the mask, this keeps a NaN of one side out."""
     return torch.where(mask.unsqueeze(1), a, b)

@@ -12,6 +12,7 @@ it is wrong.
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 import weakref
@@ -93,7 +94,7 @@ def _fast_form(function: Function, inputs: tuple[Tensor, ...]) -> Function | Non
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch, of its own TorchScript
+            warnings.simplefilter("ignore")  # torch, of its own TorchScript, or of a graph that was not captured
             traced, captured = _lifted(make_fx(lambda *inputs: function(*inputs))(*inputs))
             if inputs[0].is_cuda:
                 return CudaGraph(traced, inputs, captured)
@@ -148,14 +149,14 @@ class CudaGraph:
         self._lock = threading.Lock()
         with torch.cuda.device(self._device):
             self._inputs = [t.clone() for t in inputs]
-            stream = torch.cuda.Stream()
+            stream = _side_stream(self._device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(2):  # libraries set themselves up in their first calls, which cannot be captured
                     function(*self._inputs, *captured)
             torch.cuda.current_stream().wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
-            with _capturing(self._graph, self._device):
+            with _capturing(self._graph, stream):
                 self._outputs = function(*self._inputs, *captured)
         self._places_in, self._places_out = _by_type(self._inputs), _by_type(self._outputs)
 
@@ -168,16 +169,22 @@ class CudaGraph:
         return tuple(results)
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> Any:
+    """One for all graphs: cuBLAS keeps tens of megabytes for each stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
 @contextmanager
-def _capturing(graph: Any, device: torch.device) -> Iterator[None]:
+def _capturing(graph: Any, stream: Any) -> Iterator[None]:
     """`torch.cuda.graph`, beside which other threads may go on, and after which torch is as it was, though it fails."""
-    generator, stream = torch.cuda.default_generators[device.index], torch.cuda.current_stream()
+    generator, before = torch.cuda.default_generators[stream.device.index], torch.cuda.current_stream()
     spare = generator.clone_state()
     try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             yield
     except BaseException:
-        torch.cuda.set_stream(stream)
+        torch.cuda.set_stream(before)
         generator.graphsafe_set_state(spare)
         raise
 

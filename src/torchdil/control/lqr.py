@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchdil import batch
 from torchdil.control.shapes import broadcast, check_like, check_size, states_and_controls, symmetric
 from torchdil.modes import eager, full_precision, transforms_active
 from torchdil.solution import FailurePolicy, Outcome, Report, Stats, Status, check_policy, handle_failure
@@ -178,7 +179,7 @@ def _recursion(
         p = _apply(S, c[t]) + s
         L, info = torch.linalg.cholesky_ex(R[t] + Bt @ S @ B[t])
         state, drift = Bt @ S @ A[t] + N[t].mT, _apply(Bt, p) + r[t]
-        gain = torch.cholesky_solve(torch.cat((state, drift.unsqueeze(-1)), dim=-1), L)
+        gain = batch.cholesky_solve(torch.cat((state, drift.unsqueeze(-1)), dim=-1), L)
         gain = torch.where((info == 0)[..., None, None], gain, torch.nan)
         K, k = gain[..., :n], gain[..., n]
         S = symmetric(Q[t] + A[t].mT @ S @ A[t] - state.mT @ K)

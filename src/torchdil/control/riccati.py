@@ -211,7 +211,7 @@ def invert(U: Tensor, size: Tensor, cautious: bool = False) -> tuple[Tensor, Ten
 
 def inverse_of(factor: Tensor) -> Tensor:
     """(L Lᵀ)⁻¹; unlike `torch.cholesky_inverse` it does not raise for a whole batch where one L is singular."""
-    return torch.cholesky_solve(torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor), factor)
+    return batch.cholesky_solve(torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor), factor)
 
 
 def size_of(local: Expansion) -> Tensor:

@@ -178,6 +178,9 @@ def matrices(y: Tensor, args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, 
 def closed_loop(S: Tensor, A: Tensor, B: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
     """A - B K and K = (R + Bᵀ S B)⁻¹ Bᵀ S A, (B, n, n) and (B, m, n)."""
     BS = torch.bmm(B.mT, S)
-    # A sample whose matrix is singular or not finite must not raise for the others.
-    K = torch.linalg.solve_ex(torch.baddbmm(R, BS, B), torch.bmm(BS, A))[0]
+    inner = torch.baddbmm(R, BS, B)
+    # A sample whose matrix is not finite must not raise for the others, as it would in a second derivative on a GPU.
+    finite = batch.finite(inner.flatten(1))[:, None, None]
+    inner = torch.where(finite, inner, torch.eye(inner.shape[1], dtype=inner.dtype, device=inner.device))
+    K = torch.linalg.solve_ex(inner, torch.bmm(BS, A))[0]
     return torch.baddbmm(A, B, K, alpha=-1), K

@@ -108,7 +108,7 @@ class Dense(LinearSolver):
         """x, its residual, its tolerance, and which samples are far from singular (and positive definite) and solved well."""
         if symmetric:
             L, info = torch.linalg.cholesky_ex(A)
-            x = torch.cholesky_solve(b.unsqueeze(2), L).squeeze(2)
+            x = batch.cholesky_solve(b.unsqueeze(2), L).squeeze(2)
             pivots, floor = torch.diagonal(L, dim1=1, dim2=2), _rank_floor(A) ** 0.5  # of their roots
         else:
             LU, order, info = torch.linalg.lu_factor_ex(A)
@@ -143,11 +143,11 @@ def _factorise(A: Tensor, symmetric: bool) -> tuple[Callable[[Tensor], Tensor], 
     pivots = torch.diagonal(L, dim1=1, dim2=2).square()
     indefinite = info != 0
     if not bool(indefinite.any()):
-        return lambda b: torch.cholesky_solve(b.unsqueeze(2), L).squeeze(2), pivots, False
+        return lambda b: batch.cholesky_solve(b.unsqueeze(2), L).squeeze(2), pivots, False
     solve_rest, rest_pivots, _ = _factorise(A[indefinite], symmetric=False)
 
     def solve(b: Tensor) -> Tensor:
-        x = torch.cholesky_solve(b.unsqueeze(2), L).squeeze(2)
+        x = batch.cholesky_solve(b.unsqueeze(2), L).squeeze(2)
         x[indefinite] = solve_rest(b[indefinite])
         return x
 

@@ -250,9 +250,14 @@ class _March:
             way = [self.y]
             if pieces > 1:
                 cuts = torch.lerp(begin, end, torch.linspace(0, 1, pieces + 1, dtype=begin.dtype, device=begin.device))
+                going = failed  # whoever has met a piece without a solution, as at a jump of f, waits there
                 for k in range(pieces):
-                    part = self._damped(way[-1], cuts[..., k : k + 2], way[-1].repeat(1, m), tolerance, failed)
+                    if not bool(going.any()):
+                        way.append(way[-1])
+                        continue
+                    part = self._damped(way[-1], cuts[..., k : k + 2], way[-1].repeat(1, m), tolerance, going)
                     way.append(batch.select(batch.finite(part.value), part.value, way[-1].repeat(1, m))[:, -self.y.shape[1] :])
+                    going = going & (part.status == Status.converged)
             starts = []
             for place in c:
                 k = min(int(place * (len(way) - 1)), len(way) - 2)

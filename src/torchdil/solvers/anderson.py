@@ -141,7 +141,7 @@ class _Memory:
         gamma, r = torch.zeros_like(self.QQ[:, 0]), F
         for _ in range(2):  # the second time gives back the digits that normal equations lose
             b = torch.where(self.known, batch.rows(Q, r), 0.0).to(dtype).unsqueeze(2)
-            change = torch.cholesky_solve(b, L).squeeze(2).to(F.dtype)
+            change = batch.cholesky_solve(b, L).squeeze(2).to(F.dtype)
             gamma = gamma + batch.select(info == 0, change, torch.zeros_like(change))
             r = F - batch.combine(Q, gamma)
         return -batch.combine(S, gamma) - batch.scale(relaxation, r)

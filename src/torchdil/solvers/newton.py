@@ -135,7 +135,7 @@ def _downhill(operator: Operator, F: Tensor) -> tuple[Tensor, Tensor]:
         pivots = torch.diagonal(factor, dim1=1, dim2=2).square()
         flat = pivots <= 10 * H.shape[1] * eps * torch.diagonal(H, dim1=1, dim2=2)
         weak = (info != 0) | flat.any(dim=1)
-        newton = -torch.cholesky_solve(b, factor).squeeze(2).to(F.dtype)
+        newton = -batch.cholesky_solve(b, factor).squeeze(2).to(F.dtype)
         if not bool(weak.any()):
             return newton, weak
         finite = torch.isfinite(H).all(dim=2).all(dim=1)
