@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import random
 import signal
 import time
@@ -100,8 +101,18 @@ class Case:
     own: bool = False  # the user's function itself cannot work: torch's errors in it are its own
 
 
+@functools.cache
+def wake(device: str) -> None:
+    """The thread that goes backwards on a GPU complains when a product of matrices is the first that it does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        A = torch.ones(2, 2, device=device, requires_grad=True)
+        (A @ A).sum().backward()
+
+
 def outcome(number: int, device: str = "cpu", seconds: float = 30.0) -> tuple[str, str]:
     """How problem `number` ended, and its name; `Wrong` or `Hang` if not in one of the three ways."""
+    wake(device)
     draw = Draw(number, device)
     case = draw.choice(families())(draw)
     name = f"{number}: {case.name}: {', '.join(case.faults)}"
@@ -109,7 +120,6 @@ def outcome(number: int, device: str = "cpu", seconds: float = 30.0) -> tuple[st
         with limit(seconds), warnings.catch_warnings():
             warnings.simplefilter("error")
             warnings.simplefilter("ignore", DeprecationWarning)  # torch, of its forward-mode rules
-            warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # torch, of threads of autograd
             return case.run(), name
     except (Wrong, Hang) as error:
         raise Wrong(f"{name}: {error}") from error

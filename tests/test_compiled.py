@@ -505,7 +505,8 @@ def test_where_it_does_not_contract_the_steps_are_taken_one_by_one(case):
     func, y0, t, solver = HARD[case]
     y0 = torch.tensor(y0, dtype=torch.float64)
     found = solve(func, y0, t, batch_dims=1, solver=solver)
-    expected = solve(func, y0, t, batch_dims=1, solver=SimplifiedNewton())
+    rtol = None if y0.device.type == "cpu" else 1e-14  # the march is exact, which a relaxation oscillation shows
+    expected = solve(func, y0, t, batch_dims=1, solver=SimplifiedNewton(rtol=rtol))
     assert found.converged.all() and expected.converged.all()
     marched = "whole trajectory, then step by step"  # on a GPU without a look at the numbers in between
     assert found.stats.method == (f"{marched}, SimplifiedNewton" if y0.device.type == "cpu" else marched)

