@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Config:
 
     Attributes:
         states, batches: D and B, all pairs.
+        large: further D, with one trajectory only: of a batch each call takes minutes.
         steps, step_size: T and h.
         tolerance: the largest |y_n - y_{n-1} - h f(y_n)|.
         rounds, calls: a system has its turn in each round, for as many timed calls after one more.
@@ -55,6 +56,7 @@ class Config:
 
     states: tuple[int, ...] = (2, 50)
     batches: tuple[int, ...] = (1, 64)
+    large: tuple[int, ...] = (500,)
     steps: int = 100
     step_size: float = 0.1
     tolerance: float = 1e-5
@@ -66,9 +68,9 @@ class Config:
     @staticmethod
     def preset(name: str, device: str = "cpu") -> Config:
         if name == "smoke":
-            return Config(states=(2,), batches=(2,), steps=10, rounds=2, calls=1, long_rounds=1, device=device)
+            return Config(states=(2,), batches=(2,), large=(), steps=10, rounds=2, calls=1, long_rounds=1, device=device)
         if device == "cuda":
-            return Config(states=(2,), batches=(64, 1024), long_rounds=3, device=device)
+            return Config(states=(2,), batches=(64, 1024), large=(), long_rounds=3, device=device)
         return Config()
 
 
@@ -188,14 +190,13 @@ def run(config: Config, jax_python: str | None = None, seed: int = 0) -> dict[st
             about["gpu"] = torch.cuda.get_device_name()
         worker = Worker(jax_python) if jax_python else None
         try:
-            for state in config.states:
-                for samples in config.batches:
-                    problem = Problem(config, state, samples, seed)
-                    path = str(Path(folder) / f"{state}-{samples}.npz")
-                    problem.save(path)
-                    if worker is not None:
-                        versions |= worker.ask(load=path)
-                    cases.append({"state": state, "batch": samples} | _case(problem, worker, path))
+            for state, samples in (*product(config.states, config.batches), *((state, 1) for state in config.large)):
+                problem = Problem(config, state, samples, seed)
+                path = str(Path(folder) / f"{state}-{samples}.npz")
+                problem.save(path)
+                if worker is not None:
+                    versions |= worker.ask(load=path)
+                cases.append({"state": state, "batch": samples} | _case(problem, worker, path))
         finally:
             if worker is not None:
                 worker.close()

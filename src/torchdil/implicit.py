@@ -194,8 +194,9 @@ class Point:
         self.operator.watched, self.operator.bound = primal.detach(), condition.bound
         self.operator.versions = [(t, t._version) for t in condition.tensors if not t.is_inference()]
         tracked = torch.is_grad_enabled() and (self._boundary or self._hidden)
-        # A solver that knows the structure of J makes no products.
-        by_products = condition.linear_solver.product == "auto" and not condition.linear_solver.only
+        # A solver that knows the structure of J makes no products, or few.
+        solver = condition.linear_solver
+        by_products = solver.product == "auto" and not solver.only and (y.is_cuda or not solver.few_products)
         if tracked and by_products and condition.parts is not None and condition.replay is not None:
             boundary = [] if self._hidden else self._boundary
             F = primal.detach()

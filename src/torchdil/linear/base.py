@@ -53,6 +53,7 @@ class LinearSolver(ABC):
     """
 
     only: ClassVar[str] = ""  # the one problem whose structure it knows; empty: any
+    few_products: ClassVar[bool] = False  # so few that on a CPU a trace costs more than it saves
 
     rtol: float | None = None
     atol: float = 0.0

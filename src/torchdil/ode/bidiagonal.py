@@ -47,6 +47,7 @@ class Bidiagonal(LinearSolver):
         fast: (y, transpose) -> (rhs -> x), a quick and perhaps rough solve at y, or None; x is checked and refined with J.
     """
 
+    few_products = True
     steps: int = 1
     rows: int = 1
     fast: Callable[[Tensor, bool], Solve | None] | None = None
