@@ -323,7 +323,9 @@ def figure(results: dict[str, Any]) -> Any:
         left.set_ylabel("time over torchdil's")
         left.set_title(f"Backward pass, {WHERE[name]}: above the line torchdil is faster", fontsize=11)
         left.grid(axis="y", alpha=0.3)
-        left.legend(ncols=3, fontsize=8)
+        low, high = left.get_ylim()
+        left.set_ylim(low, high * (high / low) ** 0.2)  # room for the legend
+        left.legend(ncols=4, fontsize=8, loc="upper left")
         single = [one for one in found["cases"] if one["problem"]["name"] == "energy" and not one["problem"]["samples"]]
         if single:
             _against_unknowns(right, single)

@@ -76,7 +76,7 @@ class CG(LinearSolver):
             rhs: Tensor, F: Tensor, x: Tensor, steps: Tensor, residual: Tensor, tolerance: Tensor, *noted: Tensor
         ) -> Result:
             largest, initial, notes = noted
-            known = _Steps(_Many, rhs, [note.unbind() for note in notes.unbind()])
+            known = _Steps(_Many, rhs, [notes])
             history = [initial, *notes[:, 0].unbind()]
             evidence = Steps(known.lengths, history, initial, largest, "orthogonal", batch.norm(F), known.galerkin)
             stats = Stats("CG", steps, residual, tolerance, expected, history, Ritz(known.coefficients), evidence=evidence)
@@ -106,7 +106,7 @@ class CG(LinearSolver):
         first = numbers.of(rz)
         state = _State(x, r, z.clone(), first, first, *numbers.range(rz), *(numbers.of(part) for part in progress.state))
         tolerance, F = numbers.of(progress.tolerance), r if watched is None else watched
-        notes: list[tuple[Any, ...]] = []
+        notes: list[Any] = []
         done = progress.finished()
         while not done:
             if linear is not None and numbers is _Many:
@@ -114,9 +114,8 @@ class CG(LinearSolver):
                 operator.products += count
                 *found, noted = linear.run(("CG", self.damping, count), partial(self._whole_steps, count), *state, tolerance, F)
                 state = _State(*found)
-                new = [note.unbind() for note in noted.unbind()]
-                done, kept = progress.update([note[0] for note in new], *state[-3:])
-                notes += new
+                done, kept = progress.update(list(noted[:, 0].unbind()), *state[-3:])
+                notes.append(noted)
             else:
                 r_old = state.r.clone() if self.flexible else None
                 state, moved, rr, note = _descend(numbers, system, state, tolerance, F)
@@ -179,11 +178,14 @@ class _State(NamedTuple):
 class _Steps:
     """What was noted of each step: ‖r‖ after it, α, pᵀMp, pᵀAp, pᵀF and β; worked out when a report asks."""
 
-    def __init__(self, numbers: Any, like: Tensor, notes: list[tuple[Any, ...]]):
+    def __init__(self, numbers: Any, like: Tensor, notes: list[Any]):
+        """`notes`: a tuple of numbers a step, or tensors (·, 6, B) of several steps."""
         self._numbers, self._like, self._notes = numbers, like[:0], notes
 
     def _noted(self) -> tuple[Tensor, ...]:
         """One tensor (steps, B) each."""
+        if self._notes and isinstance(self._notes[0], Tensor):
+            return torch.cat(self._notes).unbind(1)
         return tuple(self._numbers.stacked(noted, self._like) for noted in zip(*self._notes, strict=True))
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
