@@ -109,7 +109,7 @@ def measure(name: str, unknowns: int, repeats: int) -> dict[str, object]:
 
 def peak_bytes(work: Callable[[], object]) -> int:
     """The most memory that `work` holds at a time beyond what there was before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
         work()
     now = peak = 0
     for event in record.profiler.kineto_results.events():  # type: ignore[union-attr]
