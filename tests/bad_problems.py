@@ -35,7 +35,7 @@ from torch import Tensor
 import torchdil as dil
 
 PACKAGE = str(Path(dil.__file__).parent)
-FUNCTIONS = tuple(str(Path(__file__).with_name(name)) for name in ("bad_equations.py", "bad_systems.py"))
+FUNCTIONS = tuple(str(Path(__file__).with_name(name)) for name in ("bad_equations.py", "bad_trajectories.py", "bad_control.py"))
 POLICIES = ("raise", "warn", "ignore", "zero", "nan")
 # Of a value or a gradient against the dense oracle, relative, for each unit of the condition number of J, and at most.
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -149,8 +149,9 @@ def not_a_sentence(error: Exception, own: bool) -> str:
 
 def families() -> list[Callable[[Draw], Case]]:
     """What draws a problem, the common ones more often."""
+    from bad_control import linear_quadratic, plan, riccati
     from bad_equations import equation
-    from bad_systems import linear_quadratic, plan, riccati, trajectory
+    from bad_trajectories import trajectory
 
     return [equation] * 5 + [trajectory] * 2 + [riccati, linear_quadratic, plan]
 

@@ -164,7 +164,7 @@ class _Check:
             error = max(error, wrong)
             if off > function:
                 function, why = off, self.reason(slope, by_theorem)
-            third = "-" if through is None else f"{float((through * direction).sum()):.6e}"
+            third = "-" if through is None else f"{float((through.detach() * direction).sum()):.6e}"
             rows.append((name, str(tuple(tensor.shape)), f"{by_layer:.6e}", f"{slope.value:.6e}", third, f"{wrong:.1e}"))
         if not self.finite:
             why = _NOT_FINITE
