@@ -20,15 +20,6 @@ def draw(seed, *shape, dtype=torch.float64):
     return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to("cuda", dtype)
 
 
-def plain_steps(count, system, state, tolerance, F):
-    notes = []
-    for _ in range(count):
-        state, moved, rr, note = cg._descend(cg._Many, system, state, tolerance, F)
-        state, beta = cg._turn(cg._Many, state, moved, state.r, rr, None)
-        notes.append(torch.stack((*note, beta)))
-    return state, torch.stack(notes)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_fused_steps_are_the_plain_ones(dtype):
     """With samples that converge on the way, that meet a negative or no curvature, whose product is NaN, with nothing to do."""
@@ -49,7 +40,7 @@ def test_fused_steps_are_the_plain_ones(dtype):
     )
     tolerance = (1e-8 if dtype == torch.float64 else 1e-3) * rr.sqrt()
     system = lambda p: (A @ p.unsqueeze(2)).squeeze(2)  # noqa: E731
-    expected, noted = plain_steps(8, system, copy.deepcopy(state), tolerance, F)
+    expected, noted = cg.plain_steps(8, system, copy.deepcopy(state), tolerance, F)
     found, told = fused_steps(8, system, copy.deepcopy(state), tolerance, F)
     rtol, atol = (1e-6, 1e-9) if dtype == torch.float64 else (1e-2, 1e-3)
     close = {"rtol": rtol, "atol": atol, "equal_nan": True}

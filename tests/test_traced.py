@@ -181,7 +181,7 @@ SOLVERS = [dil.Auto(rtol=1e-11), dil.CG(rtol=1e-11), dil.Dense(), dil.MINRES(rto
 
 def test_large_solves_are_traced_sooner(monkeypatch):
     """As if 5 x 4 unknowns were many: after one solve of a few products."""
-    monkeypatch.setattr(traced, "_DEAR", 5)
+    monkeypatch.setattr(traced, "_LARGE", 5)
     layer = Layer(linear_solver=dil.CG(rtol=1e-11))
     for seed in range(CALLS):
         assert bool(traces()) == (seed > 1)  # traced in the second call

@@ -38,16 +38,6 @@ def _plain(function: Any, tensors: Any, saved: Any) -> Any:
     return function
 
 
-def _steps(count: int, system: Any, state: Any, tolerance: Tensor, F: Tensor) -> tuple[Any, Tensor]:
-    """CG's steps, one operation after the other."""
-    notes = []
-    for _ in range(count):
-        state, moved, rr, note = cg._descend(cg._Many, system, state, tolerance, F)
-        state, beta = cg._turn(cg._Many, state, moved, state.r, rr, None)
-        notes.append(torch.stack((*note, beta)))
-    return state, torch.stack(notes)
-
-
 def _rows(A: Tensor, x: Tensor) -> Tensor:
     return torch.bmm(A, x.unsqueeze(2)).squeeze(2)
 
@@ -69,7 +59,7 @@ WITHOUT: dict[str, tuple[list[Any], tuple[str, ...]]] = {
     "at once": ([patch.object(Condition, "solve_at_once", _never)], ("cpu", "cuda")),
     "checked now and then": ([patch.object(traced, "_CHECKED_EVERY", 1)], ("cpu", "cuda")),
     "numbers": ([patch.object(cg, "_One", cg._Many)], ("cpu",)),
-    "fused": ([patch.object(cg, "fused_steps", _steps)], ("cuda",)),
+    "fused": ([patch.object(cg, "fused_steps", cg.plain_steps)], ("cuda",)),
     "few direct": ([patch.object(auto, "_DENSE_BESIDE_CG", 2**18)], ("cpu",)),
     "rows": ([patch.object(batch, "rows", _rows)], ("cpu",)),
 }

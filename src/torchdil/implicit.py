@@ -111,7 +111,7 @@ class Condition:
                     if operator.traced:
                         operator.source.took(self.linear_solver.settings, stats.steps)
                     else:
-                        operator.source.dear(stats.products * rhs.numel())
+                        operator.source.made_products(stats.products * rhs.numel())
                 # Another tensor than the one that the report keeps: it may get a graph, which leads back to the report.
                 return mask_failed(value.detach(), self.failed, self.on_failure)
             status = torch.where(batch.finite(rhs), status, int(Status.non_finite))

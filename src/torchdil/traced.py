@@ -37,8 +37,8 @@ Parts = tuple[Hashable, ...]
 # Solves with the Jacobian of one function before it is traced, which takes a tenth of a second, and how many are remembered.
 _PATIENCE = 10
 _REMEMBERED = 64
-# So many numbers in the products of a solve make it count for one more: what takes seconds is traced at once.
-_DEAR = 2**23
+# So many numbers in the products of a solve make it count for one more: what takes seconds is traced after the first.
+_LARGE = 2**23
 # Of the solves with a trace the first so many are checked by autograd, then every so manieth.
 _CHECKED_FIRST, _CHECKED_EVERY = 3, 10
 # The most steps of so many last solves are expected of the next.
@@ -205,11 +205,11 @@ class Source:
         if self._memory is not None:
             self._memory.solves += 1
 
-    def dear(self, numbers: int) -> None:
-        """That solve made products with so many numbers in all, by autograd."""
+    def made_products(self, numbers: int) -> None:
+        """Count the last solve, by products of autograd with so many numbers in all, for several if they were many."""
         if self._memory is not None and self._memory.trace is None:
-            more = min(_PATIENCE, self._memory.solves + numbers // _DEAR)
-            self._memory.solves = max(self._memory.solves, more)
+            patience_left = max(0, _PATIENCE - self._memory.solves)
+            self._memory.solves += min(patience_left, numbers // _LARGE)
 
     @property
     def relied(self) -> bool:

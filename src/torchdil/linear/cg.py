@@ -141,15 +141,19 @@ class CG(LinearSolver):
         """Steps without a preconditioner, as one function of tensors: the state, and what is noted, (count, ·, B)."""
         *parts, tolerance, F = tensors
         system = (lambda p: product(p)[0].add(p, alpha=self.damping)) if self.damping else lambda p: product(p)[0]
-        state, notes = _State(*parts), []
-        if tolerance.is_cuda:
-            state, noted = fused_steps(count, system, state, tolerance, F)
-            return *state, noted
-        for _ in range(count):
-            state, moved, rr, note = _descend(_Many, system, state, tolerance, F)
-            state, beta = _turn(_Many, state, moved, state.r, rr, None)
-            notes.append(torch.stack((*note, beta)))
-        return *state, torch.stack(notes)
+        steps = fused_steps if tolerance.is_cuda else plain_steps
+        state, noted = steps(count, system, _State(*parts), tolerance, F)
+        return *state, noted
+
+
+def plain_steps(count: int, system: Product, state: _State, tolerance: Tensor, F: Tensor) -> tuple[_State, Tensor]:
+    """So many steps from a state of tensors: the state after them, and what is noted, (count, 6, B)."""
+    notes = []
+    for _ in range(count):
+        state, moved, rr, note = _descend(_Many, system, state, tolerance, F)
+        state, beta = _turn(_Many, state, moved, state.r, rr, None)
+        notes.append(torch.stack((*note, beta)))
+    return state, torch.stack(notes)
 
 
 class _State(NamedTuple):
