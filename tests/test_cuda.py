@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import torchdil as dil
+from torchdil import convolve
 from torchdil.compiled import Compiled, CudaGraph
 from torchdil.linear import cg
 from torchdil.linear.fused import fused_steps
@@ -48,6 +49,39 @@ def test_fused_steps_are_the_plain_ones(dtype):
         torch.testing.assert_close(b, a, msg=lambda text, name=name: f"{name}: {text}", **close)
     torch.testing.assert_close(told, noted, **close)
     assert len(set(found.status.tolist())) >= 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8, 5, 5, 0, 0), (3, 5, 3, 4, 1, 2), (1, 1, 1, 1, 0, 0), (16, 4, 5, 5, 2, 2)])
+def test_convolutions_with_few_channels(dtype, shape):
+    channels, filters, h, v, *padding = shape
+    x, w = draw(0, 3, channels, 45, 38, dtype=dtype), draw(1, filters, channels, h, v, dtype=dtype)
+    exact = torch.nn.functional.conv2d(x.cpu().double(), w.cpu().double(), padding=tuple(padding))
+    rtol = 1e-13 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(
+        convolve.correlate(x, w, padding).cpu().double(), exact, rtol=rtol, atol=rtol * exact.norm().item()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_convolutional_energy_has_the_gradient_of_the_cpu(dtype):
+    """By kernels of our own, once its products are traced."""
+    gradients = []
+    for device, precision in (("cpu", torch.float64), ("cuda", dtype)):
+        x, filters = (draw(seed, *shape).to(device, precision) for seed, shape in ((0, (2, 1, 24, 24)), (1, (4, 1, 3, 3))))
+        filters.requires_grad_()
+
+        def energy(y, x=x, filters=filters):
+            responses = torch.nn.functional.conv2d(y, filters, padding=1)
+            return (0.5 * (y - x) ** 2).sum((1, 2, 3)) + torch.sqrt(1 + responses**2).sum((1, 2, 3))
+
+        for _ in range(1 if device == "cpu" else 20):
+            filters.grad = None
+            solution = dil.argmin(energy, torch.zeros_like(x), linear_solver=dil.CG())
+            solution.value.square().sum().backward()
+        gradients.append(filters.grad.cpu().double())
+    rtol = 1e-9 if dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=rtol, atol=rtol * gradients[0].norm().item())
 
 
 def from_the_cpu(x):

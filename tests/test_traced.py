@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import threading
 import warnings
 import weakref
@@ -167,6 +168,20 @@ def test_solves_at_once_are_used_and_right(solver, monkeypatch):
     # The first with a trace and the twentieth are made step by step; so is one that takes more steps than those before.
     made = [found is not None for found in used]
     assert not any(made[: traced._CHECKED_FIRST - 1]) and sum(made) >= 7
+
+
+@pytest.mark.parametrize("solver", [dil.Dense(), dil.CG(), dil.GMRES()])
+def test_a_report_that_nobody_has_asked_yet_can_be_copied(solver):
+    W, score = draw(0, 4, 4).requires_grad_(), SCORES["two layers"]
+    for seed in range(traced._PATIENCE + traced._CHECKED_FIRST + 5):
+        x = draw(seed, 5, 4)
+        solution = dil.argmin(lambda y, x=x: score(y, x, W), torch.zeros_like(x), linear_solver=solver)
+        solution.value.sum().backward()
+    report = solution.report
+    assert callable(report._backward)
+    copied = pickle.loads(pickle.dumps(report))
+    assert str(copied) == str(report) and bool(report.backward.converged.all())
+    assert report.backward is report.backward and not report.adjoint_error.requires_grad
 
 
 def check(layer, seed, **close):

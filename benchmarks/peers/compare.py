@@ -111,8 +111,9 @@ class Worker:
 
 def case(problem: Problem, workers: dict[str, Worker], folder: str, device: str) -> dict[str, Any]:
     """All systems on one problem."""
-    found = solved(problem, device)
-    exact = reference(problem, found, device)
+    with torch.backends.cudnn.flags(enabled=False):  # whose convolutions in float64 take minutes
+        found = solved(problem, device)
+        exact = reference(problem, found, device)
     path = str(Path(folder) / "problem.npz")
     np.savez(path, **found)
     systems: dict[str, dict[str, Any]] = {}
@@ -129,7 +130,7 @@ def case(problem: Problem, workers: dict[str, Worker], folder: str, device: str)
         answer["gradient_error"] = float(f"{np.linalg.norm(gradient - exact) / np.linalg.norm(exact):.2g}")
         if not answer["gradient_error"] <= WRONG * problem.rtol:
             answer["error"] = f"wrong gradient, off by {answer['gradient_error']:.1g}"
-        first = worker.ask(calls=2, before=1)
+        first = worker.ask(calls=1, before=0) if answer.pop("seconds") > LONG else worker.ask(calls=2, before=1)
         if "error" in first:
             answer["error"] = first["error"]
             continue

@@ -20,6 +20,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,9 +150,7 @@ class Condition:
                 return None
             source.solved()
             source.took(solver.settings, steps)
-            _, status, stats = at_once.result(rhs, F, *rest)
-            stats.norm, stats.damping = norm, solver.damping
-            self.report.backward = self.report.outcome(status, stats)
+            self.report.backward_by(partial(at_once.finished, norm, solver.damping, rhs, F, *rest))
             return grads
 
     def _solve(self, operator: Operator, rhs: Tensor, transpose: bool) -> Result:

@@ -38,6 +38,7 @@ _SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_
 # In-place, but of the shape only.
 _RESHAPED = {aten.squeeze_.dim, aten.squeeze_.default, aten.unsqueeze_.default, aten.t_.default, aten.transpose_.default}
 
+_CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 # Their results are nobody else's.
 _FRESH = {aten.mm.default, aten.addmm.default, aten.addmm_.default}
@@ -112,6 +113,10 @@ def add_in_place(part: LinearGraph) -> None:
 def _deal(node: fx.Node, prelude: _Prelude, parts: list[_Part]) -> None:
     """Put a call where it belongs."""
     target = _without_changes(node)
+    if target in _CONVOLUTIONS:
+        from torchdil.convolve import chosen  # imports a compiler, and few need it
+
+        target = chosen(node)
     if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
         raise NotImplementedError(f"{target} draws random numbers, which must be new each time")
     for part in parts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
@@ -167,8 +167,27 @@ class Report:
 
     def __init__(self, batch_shape: torch.Size | None = None) -> None:
         self.forward: Outcome | None = None
-        self.backward: Outcome | None = None
+        self._backward: Outcome | Callable[[], Result] | None = None
         self._batch_shape = batch_shape
+
+    @property
+    def backward(self) -> Outcome | None:
+        if callable(self._backward):
+            with torch.no_grad():
+                _, status, stats = self._backward()
+            self._backward = self.outcome(status, stats)
+        return self._backward
+
+    @backward.setter
+    def backward(self, outcome: Outcome | None) -> None:
+        self._backward = outcome
+
+    def backward_by(self, result: Callable[[], Result]) -> None:
+        """The solve of the backward pass, its numbers taken apart when somebody asks: in training hardly anybody does."""
+        self._backward = result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_backward": self.backward}  # a function could not be copied to another process
 
     def outcome(self, status: Tensor, stats: Stats) -> Outcome:
         """A finished solve in the user's batch shape, () for one problem; flat under `vmap`, where there are more samples."""

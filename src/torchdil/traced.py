@@ -45,8 +45,8 @@ _CHECKED_FIRST, _CHECKED_EVERY = 3, 10
 _RECENT = 10
 # Tensors that are no part of what a function reads, a constant for example: so many, with so many numbers in all.
 _MADE, _MADE_NUMBERS = 16, 2**10
-# A CUDA graph has no more numbers than this as its inputs.
-_CUDA_NUMBERS = 2**24
+# The inputs of a CUDA graph take no more than this part of the memory.
+_CUDA_PART = 1 / 256
 
 
 class _Memory:
@@ -122,7 +122,8 @@ class TracedJacobian:
     def product(self, p: Tensor) -> Tensor:
         """J p, (B, n) -> (B, n)."""
         if self._product is None:  # looked up once for all steps of a solve
-            self._product = self._source.bound((self._transpose,), "product", lambda product, p: product(p), (p,))
+            with torch.no_grad():
+                self._product = self._source.bound((self._transpose,), "product", lambda product, p: product(p), (p,))
         return self._product(p.contiguous())[0]
 
     def rows(self, vectors: Tensor) -> Tensor:
@@ -249,11 +250,10 @@ class Source:
         by_id = {id(self._tensors[place]): grad for place, grad in zip(self._trace.pulled, found, strict=True)}
         return tuple(by_id[id(t)] for t in boundary) if all(id(t) in by_id for t in boundary) else None
 
-    @torch.no_grad()
     def bound(
         self, parts: Parts, key: Hashable, routine: Routine, tensors: tuple[Tensor, ...]
     ) -> Callable[..., tuple[Tensor, ...]]:
-        """See `_Trace`; after `linear` or `pulls` only, and to be called without grad, on contiguous tensors."""
+        """See `_Trace`; after `linear` or `pulls` only, without grad, as what it gives, which takes contiguous tensors."""
         assert self._trace is not None and self._saved is not None
         return self._trace.bound(parts, key, routine, self._saved, tuple(t.contiguous() for t in tensors))
 
@@ -272,18 +272,22 @@ class Source:
         """Whether a tensor was changed in place since F was evaluated: autograd refuses to go on then."""
         return any(t._version != version for t, version in self._versions)
 
-    @torch.no_grad()
     def _ready(self) -> bool:
         """Whether there is a trace, it gives F, and what it keeps of tensors is still theirs."""
         if self._trace is not None and self._saved is None:
-            try:
-                self._saved = self._trace.prelude(self._y, self._tensors)
-                F = self._saved[0].view_as(self._F)
-                if not torch.equal(F, self._F) and not self._close(F):
-                    self.forget()
-            except RuntimeError:
-                self.forget()
+            self._begin(self._trace)
         return self._saved is not None and not self._changed()
+
+    @torch.no_grad()
+    def _begin(self, trace: _Trace) -> None:
+        """Work out what products at this point are made with, and compare F by the trace with F."""
+        try:
+            self._saved = trace.prelude(self._y, self._tensors)
+            F = self._saved[0].view_as(self._F)
+            if not torch.equal(F, self._F) and not self._close(F):
+                self.forget()
+        except RuntimeError:
+            self.forget()
 
     def _close(self, F: Tensor) -> bool:
         """Whether F is the true one to rounding, of what it is a difference of."""
@@ -351,7 +355,8 @@ def _fast(function: Routine, tensors: tuple[Tensor, ...], saved: tuple[Tensor, .
             warnings.simplefilter("ignore")  # torch, of its own TorchScript
             if not inputs[0].is_cuda:
                 return scripted(function, tensors, saved)
-            # What a graph reads and writes it keeps; and large operations are not waiting for Python.
-            return CudaGraph(function, inputs) if sum(t.numel() for t in inputs) <= _CUDA_NUMBERS else function
+            # What a graph reads and writes it keeps.
+            memory = torch.cuda.get_device_properties(inputs[0].device).total_memory
+            return CudaGraph(function, inputs) if sum(t.nbytes for t in inputs) <= _CUDA_PART * memory else function
     except Exception:
         return function

@@ -38,6 +38,12 @@ class AtOnce(NamedTuple):
     routine: Callable[..., tuple[Tensor, ...]]
     result: Callable[..., Result]
 
+    def finished(self, norm: Tensor, damping: float, *found: Tensor) -> Result:
+        """The result, with ‖x‖ and the damping in its numbers."""
+        value, status, stats = self.result(*found)
+        stats.norm, stats.damping = norm, damping
+        return Result(value, status, stats)
+
 
 @dataclass(frozen=True)
 class LinearSolver(ABC):

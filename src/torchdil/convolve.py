@@ -1,0 +1,176 @@
+"""Convolutions on a GPU that cuDNN is not made for: with few channels, or in float64.
+
+A prior of images has one channel and a handful of filters. cuDNN takes ten times as long for them as the memory would, and in
+float64 a hundred times. Where a product with J is traced (`torchdil.linearize`) its convolutions are these instead: a kernel
+for few channels, torch's own matrix products else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._C import _functorch as functorch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for a CPU comes without it
+    triton = None
+
+aten = torch.ops.aten
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+# Few channels: so many numbers in all filters, so many in each; and where an index has 32 bits.
+_WEIGHTS, _TAPS, _NUMBERS = 2**11, 81, 2**31
+# Samples are the second axis of a launch.
+_SAMPLES = 2**16
+# What torch's own convolutions keep of a sample.
+_COLUMNS = 2**27
+# Pixels of a program; four of them to a thread where a pixel that was read is used many times, else one.
+_BLOCK, _MANY = 128, 4
+
+
+def chosen(node: fx.Node) -> Any:
+    """The operation to use in place of that of a traced call."""
+    target: Any = node.target
+    if target not in _OURS:
+        return target
+    backward = target is aten.convolution_backward.default
+    args: Sequence[Any] = node.args[1:] if backward else node.args
+    x, w = (arg.meta["val"] for arg in args[:2])
+    stride, padding, dilation, transposed, _, groups = args[3:9]
+    if not x.is_cuda or x.ndim != 4 or transposed or groups != 1 or any(d != 1 for d in dilation):
+        return target
+    made = node.args[0].meta["val"] if backward else node.meta["val"]  # type: ignore[union-attr]
+    kernel, result = w.shape[2:].numel(), made.shape[2:].numel()
+    known, plain = x.dtype in (torch.float32, torch.float64), all(s == 1 for s in stride)
+    if known and plain and not backward and args[2] is None and kernel > max(_TAPS, result):
+        return _turned if len(x) * result * kernel <= _COLUMNS else target
+    inside = all(p < k for p, k in zip(padding, w.shape[2:], strict=True))
+    sizes = w.numel() <= _WEIGHTS and kernel <= _TAPS and max(x.numel(), made.numel()) < _NUMBERS and len(x) < _SAMPLES
+    if known and plain and inside and sizes and _compiles():
+        return _OURS[target][0]
+    columns = w.numel() // len(w) * result
+    return _OURS[target][1] if x.dtype == torch.float64 and columns <= _COLUMNS else target
+
+
+def correlate(x: Tensor, w: Tensor, padding: Sequence[int]) -> Tensor:
+    """Σ w[o, c, a, b] x[:, c, i + a - p, j + b - q] at each i, j, (N, C, H, W) -> (N, O, H + 2p - h + 1, W + 2q - v + 1)."""
+    (samples, channels, height, width), (filters, _, h, v) = x.shape, w.shape
+    rows, columns = height + 2 * padding[0] - h + 1, width + 2 * padding[1] - v + 1
+    out = x.new_empty(samples, filters, rows, columns)
+    sizes = height, width, rows, columns, *padding, channels, filters, h, v, 1 << (filters - 1).bit_length(), _BLOCK
+    with torch.cuda.device(x.device):
+        grid = triton.cdiv(rows * columns, _BLOCK), samples
+        _kernel[grid](x.contiguous(), w.contiguous(), out, *sizes, num_warps=1 if filters >= _MANY else 4)
+    return out
+
+
+@functools.cache
+def _compiles() -> bool:
+    """Whether a kernel can be made here, which takes a C compiler."""
+    try:
+        square = torch.ones(1, 1, 2, 2, device="cuda")
+        return triton is not None and correlate(square, square, (0, 0)).item() == 4
+    except Exception:  # whatever it is, torch's convolutions do without it
+        return False
+
+
+# Without the types of its arguments, which the compiler would look up.
+def _correlate(  # type: ignore[no-untyped-def]
+    x,
+    w,
+    out,
+    height,
+    width,
+    rows,
+    columns,
+    up,
+    left,
+    channels: tl.constexpr,
+    filters: tl.constexpr,
+    h: tl.constexpr,
+    v: tl.constexpr,
+    filters_to: tl.constexpr,
+    block: tl.constexpr,
+):
+    """A block of pixels of one sample, all filters."""
+    sample = tl.program_id(1)
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    o = tl.arange(0, filters_to)
+    total = tl.zeros((filters_to, block), dtype=out.dtype.element_ty)
+    for c in range(channels):
+        for a in tl.static_range(h):
+            for b in tl.static_range(v):
+                row, column = at // columns + a - up, at % columns + b - left
+                inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+                value = tl.load(x + ((sample * channels + c) * height + row) * width + column, mask=inside, other=0.0)
+                weight = tl.load(w + ((o * channels + c) * h + a) * v + b, mask=o < filters, other=0.0)
+                total += weight[:, None] * value[None, :]
+    where = (sample * filters + o[:, None]) * (rows * columns) + at[None, :]
+    tl.store(out + where, total, mask=(o[:, None] < filters) & (at[None, :] < rows * columns))
+
+
+_kernel: Any = None if triton is None else triton.jit(_correlate)
+
+
+# With the arguments of torch's.
+
+
+def _few(x: Tensor, w: Tensor, bias: Tensor | None, stride: Any, padding: Any, *_: Any) -> Tensor:
+    out = correlate(x, w, padding)
+    return out if bias is None else out + bias[:, None, None]
+
+
+def _few_backward(g: Tensor, x: Tensor, w: Tensor, bias: Any, stride: Any, padding: Any, *others: Any) -> Gradients:
+    of_x, *of_others = others[-1]
+    found: Gradients = (None, None, None)
+    if any(of_others):
+        backward = _wide_backward if x.dtype == torch.float64 else aten.convolution_backward.default
+        found = backward(g, x, w, bias, stride, padding, *others[:-1], [False, *of_others])
+    around = [size - 1 - pad for size, pad in zip(w.shape[2:], padding, strict=True)]
+    return correlate(g, w.flip(2, 3).transpose(0, 1), around) if of_x else None, *found[1:]
+
+
+def _wide(x: Tensor, w: Tensor, bias: Tensor | None, stride: Any, padding: Any, *_: Any) -> Tensor:
+    return aten._slow_conv2d_forward.default(x, w, w.shape[2:], bias, stride, padding)
+
+
+def _wide_backward(g: Tensor, x: Tensor, w: Tensor, bias: Any, stride: Any, padding: Any, *others: Any) -> Gradients:
+    return aten._slow_conv2d_backward.output_mask(g, x, w, w.shape[2:], stride, padding, others[-1])
+
+
+def _as_gradient(x: Tensor, w: Tensor, bias: None, stride: Any, padding: Any, *others: Any) -> Tensor:
+    """A convolution with filters larger than its result, which is what the gradient of filters looks like."""
+    rows, columns = (size + 2 * pad - k + 1 for size, pad, k in zip(x.shape[2:], padding, w.shape[2:], strict=True))
+    like = w.new_empty(len(w), len(x), rows, columns)
+    backward = _wide_backward if x.dtype == torch.float64 else aten.convolution_backward.default
+    given = w.transpose(0, 1).contiguous(), x.transpose(0, 1).contiguous(), like
+    _, found, _ = backward(*given, [0], stride, padding, *others, [False, True, False])
+    assert found is not None
+    return found.transpose(0, 1)
+
+
+def _unless_mapped(ours: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """Ours, and torch's for many tensors at once, of `torch.func.vmap`, which a kernel cannot read."""
+
+    def call(*args: Any) -> Any:
+        mapped = any(isinstance(arg, Tensor) and functorch.is_batchedtensor(arg) for arg in args)
+        return torchs(*args) if mapped else ours(*args)
+
+    return call
+
+
+# By torch's operations: for few channels, and for many.
+_OURS = {
+    torchs: (_unless_mapped(few, torchs), _unless_mapped(wide, torchs))
+    for torchs, few, wide in (
+        (aten.convolution.default, _few, _wide),
+        (aten.convolution_backward.default, _few_backward, _wide_backward),
+    )
+}
+_turned = _unless_mapped(_as_gradient, aten.convolution.default)

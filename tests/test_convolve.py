@@ -1,0 +1,110 @@
+"""The convolutions that take the place of cuDNN's; the kernel itself is tested on a GPU, in test_cuda.py."""
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+from torchdil import convolve
+
+aten = torch.ops.aten
+SHAPES = [(1, 8, 5, 5, 0, 0), (3, 5, 3, 4, 1, 2), (1, 1, 1, 1, 0, 0), (2, 7, 7, 3, 3, 0)]
+
+
+def plainly(x, w, padding):
+    return functional.conv2d(x, w, padding=tuple(padding))
+
+
+def made(channels, filters, h, v, p, q):
+    """x, w, a gradient of the result, and the other arguments of torch's convolutions."""
+    torch.manual_seed(0)
+    x, w = torch.randn(3, channels, 9, 8, dtype=torch.float64), torch.randn(filters, channels, h, v, dtype=torch.float64)
+    g = torch.randn(plainly(x, w, (p, q)).shape, dtype=torch.float64)
+    return x, w, g, ([1, 1], [p, q], [1, 1], False, [0, 0], 1)
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["few", "wide"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_they_are_torchs_convolutions(kind, shape, monkeypatch):
+    monkeypatch.setattr(convolve, "correlate", plainly)
+    x, w, g, others = made(*shape)
+    bias = torch.arange(len(w), dtype=x.dtype)
+    forward, backward = (
+        convolve._OURS[torchs][kind] for torchs in (aten.convolution.default, aten.convolution_backward.default)
+    )
+    torch.testing.assert_close(forward(x, w, bias, *others), aten.convolution(x, w, bias, *others), rtol=1e-13, atol=1e-13)
+    for mask in ([True, False, False], [True, True, True], [False, True, False]):
+        expected = aten.convolution_backward(g, x, w, [len(w)], *others, mask)
+        found = backward(g, x, w, [len(w)], *others, mask)
+        for one, other, wanted in zip(found, expected, mask, strict=True):
+            if wanted:
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_large_filters_are_a_gradient_of_small_ones(dtype):
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 3, 12, 11, dtype=dtype), torch.randn(5, 3, 11, 10, dtype=dtype)
+    others = ([1, 1], [1, 2], [1, 1], False, [0, 0], 1)
+    torch.testing.assert_close(convolve._turned(x, w, None, *others), aten.convolution(x, w, None, *others))
+
+
+def test_many_at_once_are_left_to_torch(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("a kernel cannot read what is mapped")
+
+    monkeypatch.setattr(convolve, "correlate", refuse)
+    x, w, _, others = made(*SHAPES[0])
+    few, wide = convolve._OURS[aten.convolution.default]
+    for ours in (few, wide):
+        found = torch.func.vmap(lambda x, ours=ours: ours(x.unsqueeze(0), w, None, *others))(x)
+        torch.testing.assert_close(found.squeeze(1), plainly(x, w, (0, 0)))
+
+
+def name_of_choice(device, dtype, *, channels=1, filters=8, size=5, side=32, stride=1, padding=0, dilation=1, groups=1):
+    """Which convolution is chosen: ours for few or many channels, or torch's."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+        x = torch.empty(2, channels, side, side, device=device, dtype=dtype)
+        w = torch.empty(filters, channels // groups, size, size, device=device, dtype=dtype)
+        out = functional.conv2d(x, w, None, stride, padding, dilation, groups)
+    args = [graph.placeholder(name) for name in ("x", "w")]
+    for node, value in zip(args, (x, w), strict=True):
+        node.meta["val"] = value
+    others = (None, [stride] * 2, [padding] * 2, [dilation] * 2, False, [0, 0], groups)
+    node = graph.call_function(aten.convolution.default, (*args, *others))
+    node.meta["val"] = out
+    few, wide = convolve._OURS[aten.convolution.default]
+    return {few: "few", wide: "wide", convolve._turned: "turned"}.get(convolve.chosen(node), "torch's")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"dtype": torch.float64}, "few"),
+        ({"dtype": torch.float32}, "few"),
+        ({"dtype": torch.float32, "padding": 2}, "few"),
+        ({"dtype": torch.float64, "stride": 2}, "wide"),
+        ({"dtype": torch.float64, "padding": 5}, "wide"),
+        ({"dtype": torch.float64, "channels": 64, "filters": 64, "size": 3}, "wide"),
+        ({"dtype": torch.float64, "size": 16}, "wide"),
+        ({"dtype": torch.float64, "size": 30}, "turned"),
+        ({"dtype": torch.float32, "size": 30}, "turned"),
+        ({"dtype": torch.float32, "stride": 2}, "torch's"),
+        ({"dtype": torch.float32, "channels": 64, "filters": 64, "size": 3}, "torch's"),
+        ({"dtype": torch.float64, "dilation": 2}, "torch's"),
+        ({"dtype": torch.float64, "channels": 4, "groups": 4}, "torch's"),
+        ({"dtype": torch.float16}, "torch's"),
+        ({"dtype": torch.float64, "device": "cpu"}, "torch's"),
+    ],
+)
+def test_what_is_chosen(settings, expected, monkeypatch):
+    monkeypatch.setattr(convolve, "_compiles", lambda: True)
+    assert name_of_choice(**{"device": "cuda"} | settings) == expected
+
+
+def test_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(convolve, "_compiles", lambda: False)
+    assert name_of_choice("cuda", torch.float64) == "wide"
+    assert name_of_choice("cuda", torch.float32) == "torch's"
