@@ -44,7 +44,18 @@ def test_a_process_that_fails_says_why():
     assert "ModuleNotFoundError" in gone.ask(load="nowhere.npz", problem=compare.asdict(problem))["error"]
     gone._process.kill()
     assert "the process ended with status -9" in gone.ask(calls=1, before=0)["error"]
+    assert "ModuleNotFoundError" in gone.ask(load="nowhere.npz", problem=compare.asdict(problem))["error"]
     gone.close()
+
+
+def test_a_process_that_takes_too_long_is_ended(monkeypatch):
+    worker = compare.Worker("torchdil", compare.sys.executable, "cpu")
+    monkeypatch.setattr(compare, "PATIENCE", 0.05)  # less than it takes to import anything
+    problem = compare.asdict(Problem("tiny", 2, of=("x", "weights")))
+    assert "no answer after" in worker.ask(load="nowhere.npz", problem=problem)["error"]
+    monkeypatch.setattr(compare, "PATIENCE", 90.0)
+    assert "FileNotFoundError" in worker.ask(load="nowhere.npz", problem=problem)["error"]  # it is started again
+    worker.close()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -7,13 +7,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from torchdil import convolve
+from torchdil.linearize import split
 
 aten = torch.ops.aten
 SHAPES = [(1, 8, 5, 5, 0, 0), (3, 5, 3, 4, 1, 2), (1, 1, 1, 1, 0, 0), (2, 7, 7, 3, 3, 0)]
 
 
-def plainly(x, w, padding):
-    return functional.conv2d(x, w, padding=tuple(padding))
+def plainly(x, w, padding, factor=1.0):
+    return factor * functional.conv2d(x, w, padding=tuple(padding))
 
 
 def made(channels, filters, h, v, p, q):
@@ -60,6 +61,42 @@ def test_many_at_once_are_left_to_torch(monkeypatch):
     for ours in (few, wide):
         found = torch.func.vmap(lambda x, ours=ours: ours(x.unsqueeze(0), w, None, *others))(x)
         torch.testing.assert_close(found.squeeze(1), plainly(x, w, (0, 0)))
+
+
+def test_a_factor_is_multiplied_where_the_convolution_is_made(monkeypatch):
+    """In place of two operations, where it has the shape of the result."""
+    kinds = {torchs: (few, few) for torchs, (few, _) in convolve._OURS.items()}
+    factors = []
+
+    def correlate(x, w, padding, factor=None):
+        factors.append(factor)
+        return plainly(x, w, padding, 1.0 if factor is None else factor)
+
+    monkeypatch.setattr(convolve, "correlate", correlate)
+    monkeypatch.setattr(convolve, "chosen", lambda node: kinds[node.target][0])
+    x, w, _, _ = made(*SHAPES[0])
+
+    def product(y, p):
+        with torch.enable_grad():
+            leaf = y.detach().requires_grad_()
+            (F,) = torch.autograd.grad(torch.sqrt(1 + functional.conv2d(leaf, w) ** 2).sum(), leaf, create_graph=True)
+            return [(F.detach(),), torch.autograd.grad(F, leaf, p)]
+
+    halves = split(product, x, torch.ones_like(x))
+    (part,) = halves.parts
+    assert aten.mul.Tensor not in {node.target for node in part.module.graph.nodes}
+    p = torch.randn_like(x)
+    saved = halves.prelude(x, *halves.captured)
+    factors.clear()
+    (found,) = part.module(p, *(saved[place] for place in part.places))
+    torch.testing.assert_close(found, product(x, p)[1][0])
+    assert [factor is not None for factor in factors] == [True, False]
+    # One of another shape, and many at once.
+    others = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    torch.testing.assert_close(convolve._scaled(torch.tensor(2.0, dtype=x.dtype), x, w, *others), 2 * plainly(x, w, (0, 0)))
+    wide = torch.ones_like(plainly(x, w, (0, 0))[:1])
+    mapped = torch.func.vmap(lambda x: convolve._scaled(3 * wide, x.unsqueeze(0), w, *others))(x)
+    torch.testing.assert_close(mapped.squeeze(1), 3 * plainly(x, w, (0, 0)))
 
 
 def name_of_choice(device, dtype, *, channels=1, filters=8, size=5, side=32, stride=1, padding=0, dilation=1, groups=1):

@@ -61,7 +61,7 @@ SCORES = {
     "norms": lambda y, x, W: torch.sqrt(1 + (y @ W) ** 2).sum(-1) + ((y - x) ** 2).sum(-1),
     "einsum": lambda y, x, W: torch.einsum("bi,ij,bj->b", y, W.T @ W, y) + ((y - x) ** 2).sum(-1) + (y**4).sum(-1),
     "convolution": lambda y, x, W: functional.conv1d(y[:, None], W[:2, None, :3]).pow(4).sum((1, 2)) + ((y - x) ** 2).sum(-1),
-    "normalisation": lambda y, x, W: functional.layer_norm(y @ W, (4,)).pow(2).mean(-1) + 3 * ((y - x) ** 2).sum(-1),
+    "normalisation": lambda y, x, W: functional.layer_norm(y @ W, (4,), eps=0.1).pow(2).mean(-1) + 3 * ((y - x) ** 2).sum(-1),
     "where": lambda y, x, W: torch.where(y > 0, y**2, 2 * y**2).sum(-1) + ((y @ W - x) ** 2).sum(-1),
     "in place": lambda y, x, W: (y.clone().mul_(2) - x).pow(2).sum(-1) + (2 * y).add_(1).pow(2).sum(-1),
     "indices": lambda y, x, W: ((y[:, [1, 0, 2, 1]] @ W - x) ** 2).sum(-1) + (y**2).sum(-1),
@@ -537,6 +537,18 @@ def test_few_are_remembered():
         x = torch.ones(n, 2, dtype=torch.float64, requires_grad=True)
         dil.argmin(lambda y, x: ((y - x) ** 2).sum(-1), torch.zeros_like(x), (x,)).value.sum().backward()
     assert len(traced._memories) == traced._REMEMBERED
+
+
+def test_few_routines_are_remembered(monkeypatch):
+    """A solve that takes another number of steps each time must not fill the memory."""
+    layer = Layer(linear_solver=dil.CG(rtol=1e-11))
+    for seed in range(CALLS):
+        check(layer, seed)
+    (memory,) = traces()
+    for steps in range(2 * traced._ROUTINES):
+        monkeypatch.setattr(traced.Source, "expected", lambda self, settings, steps=steps: 4 + steps)
+        check(layer, steps)
+    assert len(memory.trace._routines) == traced._ROUTINES and "prelude" in memory.trace._routines
 
 
 def test_those_in_use_are_remembered():

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,7 @@ TORCH, JAX = ("torchopt", "xitorch", "torchdeq"), ("jaxopt", "optimistix")
 # A gradient is wrong if it is off by more than this many times the tolerance of the linear solve, relative.
 WRONG = 100.0
 ROUNDS, SECONDS = 7, 0.2
+PATIENCE = 90.0  # seconds that a system has for an answer
 FEW_ROUNDS, LONG = 3, 5.0  # where one turn of all systems takes so many seconds; a system that alone does has one turn
 
 
@@ -91,15 +93,22 @@ class Worker:
         }
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         command = [python, "-m", "benchmarks.peers.worker", name, device]
-        self._process = subprocess.Popen(command, env=os.environ | settings, cwd=ROOT, **pipes)
+        self._start = lambda: subprocess.Popen(command, env=os.environ | settings, cwd=ROOT, **pipes)
+        self._process = self._start()
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        try:
+        if "load" in request and self._process.poll() is not None:  # what a problem has done to it is not the next one's fault
+            self.close()
+            self._process = self._start()
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
+            if not select.select([self._process.stdout], [], [], PATIENCE)[0]:
+                self._process.kill()
+                self._process.wait()
+                return {"error": f"no answer after {PATIENCE:.0f} s"}
             line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
         return json.loads(line) if line else {"error": f"the process ended with status {self._process.wait()}"}
 
     def close(self) -> None:

@@ -30,8 +30,8 @@ _WEIGHTS, _TAPS, _NUMBERS = 2**11, 81, 2**31
 _SAMPLES = 2**16
 # What torch's own convolutions keep of a sample.
 _COLUMNS = 2**27
-# Pixels of a program; four of them to a thread where a pixel that was read is used many times, else one.
-_BLOCK, _MANY = 128, 4
+# Pixels of a program; four of them to a thread where a pixel that was read is used for many filters, else two.
+_BLOCK, _MANY = 256, 4
 
 
 def chosen(node: fx.Node) -> Any:
@@ -58,15 +58,29 @@ def chosen(node: fx.Node) -> Any:
     return _OURS[target][1] if x.dtype == torch.float64 and columns <= _COLUMNS else target
 
 
-def correlate(x: Tensor, w: Tensor, padding: Sequence[int]) -> Tensor:
-    """Σ w[o, c, a, b] x[:, c, i + a - p, j + b - q] at each i, j, (N, C, H, W) -> (N, O, H + 2p - h + 1, W + 2q - v + 1)."""
+def fuse(graph: fx.Graph) -> None:
+    """Multiply what a convolution with few channels gives, which is large, where it is made."""
+    few, _ = _OURS[aten.convolution.default]
+    for node in graph.nodes:
+        made, factor = node.args if node.target is aten.mul.Tensor else (None, None)
+        if isinstance(made, fx.Node) and isinstance(factor, fx.Node) and made.target is few and len(made.users) == 1:
+            node.target, node.args = _scaled, (factor, *made.args)
+    graph.eliminate_dead_code()
+
+
+def correlate(x: Tensor, w: Tensor, padding: Sequence[int], factor: Tensor | None = None) -> Tensor:
+    """Σ w[o, c, a, b] x[:, c, i + a - p, j + b - q] at each i, j, (N, C, H, W) -> (N, O, H + 2p - h + 1, W + 2q - v + 1).
+
+    With a factor of that shape, times it.
+    """
     (samples, channels, height, width), (filters, _, h, v) = x.shape, w.shape
     rows, columns = height + 2 * padding[0] - h + 1, width + 2 * padding[1] - v + 1
     out = x.new_empty(samples, filters, rows, columns)
     sizes = height, width, rows, columns, *padding, channels, filters, h, v, 1 << (filters - 1).bit_length(), _BLOCK
+    scale = out if factor is None else factor.contiguous()
     with torch.cuda.device(x.device):
-        grid = triton.cdiv(rows * columns, _BLOCK), samples
-        _kernel[grid](x.contiguous(), w.contiguous(), out, *sizes, num_warps=1 if filters >= _MANY else 4)
+        grid, warps = (triton.cdiv(rows * columns, _BLOCK), samples), 2 if filters >= _MANY else 4
+        _kernel[grid](x.contiguous(), w.contiguous(), scale, out, *sizes, factor is not None, num_warps=warps)
     return out
 
 
@@ -84,6 +98,7 @@ def _compiles() -> bool:
 def _correlate(  # type: ignore[no-untyped-def]
     x,
     w,
+    scale,
     out,
     height,
     width,
@@ -97,6 +112,7 @@ def _correlate(  # type: ignore[no-untyped-def]
     v: tl.constexpr,
     filters_to: tl.constexpr,
     block: tl.constexpr,
+    scaled: tl.constexpr,
 ):
     """A block of pixels of one sample, all filters."""
     sample = tl.program_id(1)
@@ -112,7 +128,10 @@ def _correlate(  # type: ignore[no-untyped-def]
                 weight = tl.load(w + ((o * channels + c) * h + a) * v + b, mask=o < filters, other=0.0)
                 total += weight[:, None] * value[None, :]
     where = (sample * filters + o[:, None]) * (rows * columns) + at[None, :]
-    tl.store(out + where, total, mask=(o[:, None] < filters) & (at[None, :] < rows * columns))
+    written = (o[:, None] < filters) & (at[None, :] < rows * columns)
+    if scaled:
+        total *= tl.load(scale + where, mask=written, other=0.0)
+    tl.store(out + where, total, mask=written)
 
 
 _kernel: Any = None if triton is None else triton.jit(_correlate)
@@ -155,12 +174,23 @@ def _as_gradient(x: Tensor, w: Tensor, bias: None, stride: Any, padding: Any, *o
     return found.transpose(0, 1)
 
 
-def _unless_mapped(ours: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """Ours, and torch's for many tensors at once, of `torch.func.vmap`, which a kernel cannot read."""
+def _mapped(args: Sequence[Any]) -> bool:
+    """Whether these are many tensors at once, of `torch.func.vmap`, which a kernel cannot read."""
+    return any(isinstance(arg, Tensor) and functorch.is_batchedtensor(arg) for arg in args)
 
+
+def _scaled(factor: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, stride: Any, padding: Any, *others: Any) -> Tensor:
+    """A convolution times a factor."""
+    few, _ = _OURS[aten.convolution.default]
+    size = (len(x), len(w), *(s + 2 * p - k + 1 for s, p, k in zip(x.shape[2:], padding, w.shape[2:], strict=True)))
+    if bias is not None or factor.shape != size or factor.dtype != x.dtype or _mapped((factor, x, w)):
+        return few(x, w, bias, stride, padding, *others) * factor
+    return correlate(x, w, padding, factor)
+
+
+def _unless_mapped(ours: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        mapped = any(isinstance(arg, Tensor) and functorch.is_batchedtensor(arg) for arg in args)
-        return torchs(*args) if mapped else ours(*args)
+        return torchs(*args) if _mapped(args) else ours(*args)
 
     return call
 

@@ -135,7 +135,7 @@ class Condition:
         def routine(product: Any, pull: Any, rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
             x, good, steps, *noted = at_once.routine(product, rhs, F)
             told = torch.stack((good.all().long(), steps.amax()))  # one tensor, to wait for it once
-            return *pull(-x), told, batch.norm(x), x, steps, *noted
+            return *pull(-x), told, batch.norm(x), steps, *noted
 
         with torch.no_grad(), no_tangents(), full_precision(rhs):
             rhs = rhs.detach()
@@ -150,7 +150,7 @@ class Condition:
                 return None
             source.solved()
             source.took(solver.settings, steps)
-            self.report.backward_by(partial(at_once.finished, norm, solver.damping, rhs, F, *rest))
+            self.report.backward_by(partial(at_once.finished, norm, solver.damping, *rest))
             return grads
 
     def _solve(self, operator: Operator, rhs: Tensor, transpose: bool) -> Result:

@@ -99,6 +99,11 @@ def split(function: Callable[..., Sequence[Sequence[Tensor]]], y: Tensor, *vecto
             for part, results in zip(parts, linear, strict=True):
                 part.graph.output(tuple(part.value(result) for result in results))
                 saved += part.handed
+    if any(node.target in _CONVOLUTIONS for node in traced.graph.nodes):
+        from torchdil.convolve import fuse
+
+        for part in parts:
+            fuse(part.graph)
     return Split(prelude.module(saved), [part.linear() for part in parts], prelude.tensors())
 
 

@@ -167,24 +167,23 @@ class Report:
 
     def __init__(self, batch_shape: torch.Size | None = None) -> None:
         self.forward: Outcome | None = None
-        self._backward: Outcome | Callable[[], Result] | None = None
+        self._backward: Outcome | Callable[[], tuple[Tensor, Stats]] | None = None
         self._batch_shape = batch_shape
 
     @property
     def backward(self) -> Outcome | None:
         if callable(self._backward):
             with torch.no_grad():
-                _, status, stats = self._backward()
-            self._backward = self.outcome(status, stats)
+                self._backward = self.outcome(*self._backward())
         return self._backward
 
     @backward.setter
     def backward(self, outcome: Outcome | None) -> None:
         self._backward = outcome
 
-    def backward_by(self, result: Callable[[], Result]) -> None:
+    def backward_by(self, solve: Callable[[], tuple[Tensor, Stats]]) -> None:
         """The solve of the backward pass, its numbers taken apart when somebody asks: in training hardly anybody does."""
-        self._backward = result
+        self._backward = solve
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_backward": self.backward}  # a function could not be copied to another process

@@ -45,6 +45,8 @@ _CHECKED_FIRST, _CHECKED_EVERY = 3, 10
 _RECENT = 10
 # Tensors that are no part of what a function reads, a constant for example: so many, with so many numbers in all.
 _MADE, _MADE_NUMBERS = 16, 2**10
+# Of one trace so many routines are kept: one for each number of steps, and a CUDA graph has memory of its own.
+_ROUTINES = 16
 # The inputs of a CUDA graph take no more than this part of the memory.
 _CUDA_PART = 1 / 256
 
@@ -107,9 +109,11 @@ class _Trace:
 
     def _compiled(self, key: Hashable, function: Routine, tensors: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Routine:
         with self._lock:
-            if key not in self._routines:
-                self._routines[key] = _fast(function, tensors, saved)
-            return self._routines[key]
+            routine = self._routines.pop(key, None) or _fast(function, tensors, saved)
+            self._routines[key] = routine  # at the end, as with the traces
+            if len(self._routines) > _ROUTINES:
+                del self._routines[next(iter(self._routines))]
+            return routine
 
 
 class TracedJacobian:

@@ -31,18 +31,18 @@ class AtOnce(NamedTuple):
         key: what the function depends on, besides its arguments.
         routine: `(product, rhs, F) -> (x, good, steps, residual, tolerance, *noted)`, where `product(p)` is a tuple of one and
             `good`, (B,), says which samples were solved without any trouble, their true residual being below the tolerance.
-        result: `(rhs, F, *all that the routine gives but good) -> Result`, where all samples are good.
+        stats: `(steps, residual, tolerance, *noted) -> Stats`, where all samples are good.
     """
 
     key: Hashable
     routine: Callable[..., tuple[Tensor, ...]]
-    result: Callable[..., Result]
+    stats: Callable[..., Stats]
 
-    def finished(self, norm: Tensor, damping: float, *found: Tensor) -> Result:
-        """The result, with ‖x‖ and the damping in its numbers."""
-        value, status, stats = self.result(*found)
+    def finished(self, norm: Tensor, damping: float, steps: Tensor, *found: Tensor) -> tuple[Tensor, Stats]:
+        """Status and numbers, ‖x‖ and the damping among them."""
+        stats = self.stats(steps, *found)
         stats.norm, stats.damping = norm, damping
-        return Result(value, status, stats)
+        return torch.zeros_like(steps), stats
 
 
 @dataclass(frozen=True)

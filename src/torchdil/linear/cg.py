@@ -70,19 +70,16 @@ class CG(LinearSolver):
             else:
                 residual = batch.norm(rhs - product(state.x)[0].add(state.x, alpha=self.damping))
                 good &= residual <= _SLACK * tolerance
-            return state.x, good, state.steps, residual, tolerance, state.largest, initial, noted
+            return state.x, good, state.steps, residual, tolerance, state.largest, initial, batch.norm(F), noted
 
-        def result(
-            rhs: Tensor, F: Tensor, x: Tensor, steps: Tensor, residual: Tensor, tolerance: Tensor, *noted: Tensor
-        ) -> Result:
-            largest, initial, notes = noted
-            known = _Steps(_Many, rhs, [notes])
+        def stats(steps: Tensor, residual: Tensor, tolerance: Tensor, *noted: Tensor) -> Stats:
+            largest, initial, size, notes = noted
+            known = _Steps(_Many, residual, [notes])
             history = [initial, *notes[:, 0].unbind()]
-            evidence = Steps(known.lengths, history, initial, largest, "orthogonal", batch.norm(F), known.galerkin)
-            stats = Stats("CG", steps, residual, tolerance, expected, history, Ritz(known.coefficients), evidence=evidence)
-            return Result(x, torch.zeros_like(steps), stats)
+            evidence = Steps(known.lengths, history, initial, largest, "orthogonal", size, known.galerkin)
+            return Stats("CG", steps, residual, tolerance, expected, history, Ritz(known.coefficients), evidence=evidence)
 
-        return AtOnce(("CG", self.damping, self.rtol, self.atol, expected), routine, result)
+        return AtOnce(("CG", self.damping, self.rtol, self.atol, expected), routine, stats)
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         if not operator.symmetric:

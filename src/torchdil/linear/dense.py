@@ -45,14 +45,14 @@ class Dense(LinearSolver):
             A = torch.func.vmap(product)(units)[0].permute(1, 2, 0).contiguous()  # its columns are the products
             torch.diagonal(A, dim1=1, dim2=2).add_(self.damping)
             x, residual, tolerance, good = self._easily(A, rhs, symmetric)
-            return x, good, (tolerance > 0).long(), residual, tolerance, A
+            return x, good, (tolerance > 0).long(), residual, tolerance, A, rhs, x, F
 
-        def result(rhs: Tensor, F: Tensor, x: Tensor, steps: Tensor, residual: Tensor, tolerance: Tensor, A: Tensor) -> Result:
+        def stats(steps: Tensor, residual: Tensor, tolerance: Tensor, *noted: Tensor) -> Stats:
+            A, rhs, x, F = noted
             evidence = Factored(A, rhs, x, watched=F if transpose or symmetric else None)
-            stats = Stats("Dense", steps, residual, tolerance, n, spectrum=Matrix(A, symmetric), evidence=evidence)
-            return Result(x, torch.zeros_like(steps), stats)
+            return Stats("Dense", steps, residual, tolerance, n, spectrum=Matrix(A, symmetric), evidence=evidence)
 
-        return AtOnce(("Dense", self.damping, self.rtol, self.atol), routine, result)
+        return AtOnce(("Dense", self.damping, self.rtol, self.atol), routine, stats)
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         before = operator.products

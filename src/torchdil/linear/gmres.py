@@ -112,7 +112,8 @@ class GMRES(LinearSolver):
         travelled = torch.stack(lengths) if lengths else rhs.new_zeros(0, samples)
         x = self.tamed(x, size, rhs, progress)
         method = ("preconditioned " if self.preconditioner is not None else "") + f"GMRES({self.restart})"
-        evidence = _Way(first, size, seen, travelled).evidence(rhs, watched, progress.history)
+        size_of_F = None if watched is None else batch.norm(watched)
+        evidence = _Way(first, size, seen, travelled).evidence(batch.norm(rhs), size_of_F, progress.history)
         return self.result(x, progress, method, operator.products - before, Matrix(first), evidence)
 
     def at_once(self, operator: Operator, transpose: bool, expected: int) -> AtOnce | None:
@@ -124,19 +125,17 @@ class GMRES(LinearSolver):
             def system(p: Tensor) -> Tensor:
                 return product(p)[0].add(p, alpha=self.damping) if self.damping else product(p)[0]
 
-            return self._all_steps(expected, system, rhs, F if transpose else None)
+            return self._all_steps(expected, system, rhs, F)
 
-        def result(
-            rhs: Tensor, F: Tensor, x: Tensor, steps: Tensor, residual: Tensor, tolerance: Tensor, *told: Tensor
-        ) -> Result:
-            history, way = [*told[0].unbind(1)[:-1], residual], _Way(*told[1:])
-            stats = Stats(f"GMRES({self.restart})", steps, residual, tolerance, expected + 1, history, Matrix(way.H))
-            stats.evidence = way.evidence(rhs, F if transpose else None, history)
-            return Result(x, torch.zeros_like(steps), stats)
+        def stats(steps: Tensor, residual: Tensor, tolerance: Tensor, *noted: Tensor) -> Stats:
+            history, size, way = [*noted[0].unbind(1)[:-1], residual], noted[1], _Way(*noted[2:])
+            evidence = way.evidence(history[0], size if transpose else None, history)
+            method, spectrum = f"GMRES({self.restart})", Matrix(way.H)
+            return Stats(method, steps, residual, tolerance, expected + 1, history, spectrum, evidence=evidence)
 
-        return AtOnce(("GMRES", self.damping, self.rtol, self.atol, expected), routine, result)
+        return AtOnce(("GMRES", self.damping, self.rtol, self.atol, expected), routine, stats)
 
-    def _all_steps(self, m: int, system: Product, rhs: Tensor, watched: Tensor | None) -> tuple[Tensor, ...]:
+    def _all_steps(self, m: int, system: Product, rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
         """What `AtOnce` asks for: m steps of all samples, and only then the least-squares problem, by its normal equations.
 
         HᵀH = RᵀR with the R of H = QR, which is as good as H where H is not ill-conditioned; the residual tells.
@@ -160,12 +159,10 @@ class GMRES(LinearSolver):
         sines = torch.diagonal(H, -1, dim1=1, dim2=2) / torch.diagonal(L, dim1=1, dim2=2)
         history = beta.unsqueeze(1) * torch.nn.functional.pad(sines.cumprod(dim=1), (1, 0), value=1.0)
         size = torch.linalg.vector_norm(H, dim=1).amax(dim=1)
-        seen = torch.zeros_like(beta)
-        if watched is not None:  # A V R⁻¹ has orthonormal columns
-            seen = batch.norm(batch.combine(inverse, batch.rows(V[:, :m], watched)))
+        seen = batch.norm(batch.combine(inverse, batch.rows(V[:, :m], F)))  # A V R⁻¹ has orthonormal columns
         lengths = torch.linalg.vector_norm(inverse * g.unsqueeze(1), dim=1).mT
         good = (info == 0) & (residual <= tolerance) & (beta < torch.inf)
-        return x, good, m * (beta > 0).long(), residual, tolerance, history, H, size, seen, lengths
+        return x, good, m * (beta > 0).long(), residual, tolerance, history, batch.norm(F), H, size, seen, lengths
 
 
 class _Way(NamedTuple):
@@ -183,9 +180,8 @@ class _Way(NamedTuple):
     seen: Tensor
     lengths: Tensor
 
-    def evidence(self, rhs: Tensor, watched: Tensor | None, history: list[Tensor]) -> Steps:
-        F = None if watched is None else batch.norm(watched)
-        return Steps(list(self.lengths.unbind()), history, batch.norm(rhs), self.size, "minimal", F, self.seen)
+    def evidence(self, rhs_norm: Tensor, F_norm: Tensor | None, history: list[Tensor]) -> Steps:
+        return Steps(list(self.lengths.unbind()), history, rhs_norm, self.size, "minimal", F_norm, self.seen)
 
 
 def _orthogonalise(w: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
