@@ -30,6 +30,7 @@ def test_processes_take_turns_and_agree(tiny):
         assert "error" not in found and found["gradient_error"] < 1e-10
         assert 0 < found["backward"]["median"] < found["both"]["median"]
     assert one["limit"]["method"] == "Dense" and one["limit"]["median"] > 0
+    assert 0 < one["floor"]["median"] < one["systems"]["torchdil"]["backward"]["median"]
 
 
 def test_a_process_that_fails_says_why():

@@ -99,11 +99,13 @@ def test_a_factor_is_multiplied_where_the_convolution_is_made(monkeypatch):
     torch.testing.assert_close(mapped.squeeze(1), 3 * plainly(x, w, (0, 0)))
 
 
-def name_of_choice(device, dtype, *, channels=1, filters=8, size=5, side=32, stride=1, padding=0, dilation=1, groups=1):
+def name_of_choice(
+    device, dtype, *, channels=1, filters=8, size=5, side=32, stride=1, padding=0, dilation=1, groups=1, samples=2
+):
     """Which convolution is chosen: ours for few or many channels, or torch's."""
     graph = fx.Graph()
     with FakeTensorMode():
-        x = torch.empty(2, channels, side, side, device=device, dtype=dtype)
+        x = torch.empty(samples, channels, side, side, device=device, dtype=dtype)
         w = torch.empty(filters, channels // groups, size, size, device=device, dtype=dtype)
         out = functional.conv2d(x, w, None, stride, padding, dilation, groups)
     args = [graph.placeholder(name) for name in ("x", "w")]
@@ -134,6 +136,7 @@ def name_of_choice(device, dtype, *, channels=1, filters=8, size=5, side=32, str
         ({"dtype": torch.float64, "channels": 4, "groups": 4}, "torch's"),
         ({"dtype": torch.float16}, "torch's"),
         ({"dtype": torch.float64, "device": "cpu"}, "torch's"),
+        ({"dtype": torch.float64, "samples": 0}, "torch's"),
     ],
 )
 def test_what_is_chosen(settings, expected, monkeypatch):

@@ -56,7 +56,8 @@ def test_memory_is_flat_though_exceptions_are_thrown(device):
     # The allocator's own ways; a graph for each call, of 500 samples, would be 25 MB.
     assert last["resident"] - first["resident"] < 6.0
     if "allocated" in first:
-        assert last["allocated"] <= first["allocated"] + 0.1
+        # A number of steps that was not met before has a graph of its own, of 0.2 MB; one tensor a call would be 1.2 MB.
+        assert last["allocated"] <= first["allocated"] + 0.6
 
 
 # --- exceptions -------------------------------------------------------------------------------------------------------------

@@ -148,12 +148,14 @@ def case(problem: Problem, workers: dict[str, Worker], folder: str, device: str)
         times[name] = first["times"] if seconds > LONG else []
         one_turn += max(seconds, SECONDS)
     limits: list[float] = []
+    floors: list[float] = []
     for number in range(ROUNDS if one_turn < LONG else FEW_ROUNDS):
         for name, (calls, before) in turns.items():
             if not (number and times[name] and sum(times[name][0]) > LONG):
                 times[name] += workers[name].ask(calls=calls, before=before)["times"]
         limit = workers[OURS].ask(limit=True)
         limits.append(limit["steps"] * limit["product"])
+        floors.append(limit["floor"])
     for name, pairs in times.items():
         systems[name] |= {"backward": quartiles([b for _, b in pairs]), "both": quartiles([a + b for a, b in pairs])}
     ours = systems[OURS]
@@ -169,6 +171,7 @@ def case(problem: Problem, workers: dict[str, Worker], folder: str, device: str)
         "systems": systems,
         "ratios": ratios,
         "limit": quartiles(limits) | {"steps": limit["steps"], "method": limit["method"]},
+        "floor": quartiles(floors),
     }
 
 

@@ -38,8 +38,32 @@ def make(problem: Problem, solution: Tensor) -> Layer:
     return layer
 
 
+class _Nothing(torch.autograd.Function):
+    """A layer that has its answers at hand: what is left is torch's own part of a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *given: Tensor) -> Tensor:
+        ctx.given = given
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.given
+
+
 class Calls(TorchCalls):
     """With what is the least that any implementation can take: the steps of CG times one product with J."""
+
+    def floor(self) -> float:
+        """Seconds of a backward pass through a layer that does nothing, after a forward pass that does all."""
+        times = []
+        for _ in range(10):
+            self.layer(self.given)
+            loss = (self.v * _Nothing.apply(self.solution, *self.wanted)).sum()
+            began = now(self.device)
+            torch.autograd.grad(loss, self.wanted)
+            times.append(now(self.device) - began)
+        return statistics.median(times)
 
     def limit(self) -> dict[str, float]:
         """CG's steps, and the seconds of one product, as it is traced, made alone."""
@@ -58,7 +82,8 @@ class Calls(TorchCalls):
                 product(*inputs)
                 times.append(now(self.device) - began)
         stats = self.layer.solved.report.backward.stats
-        return {"steps": int(stats.steps.max()), "product": statistics.median(times[5:]), "method": stats.method}
+        product, floor = statistics.median(times[5:]), self.floor()
+        return {"steps": int(stats.steps.max()), "product": product, "method": stats.method, "floor": floor}
 
 
 def _product(problem: Problem, given: Given, y: Tensor, p: Tensor) -> list[tuple[Tensor, ...]]:

@@ -43,7 +43,7 @@ def chosen(node: fx.Node) -> Any:
     args: Sequence[Any] = node.args[1:] if backward else node.args
     x, w = (arg.meta["val"] for arg in args[:2])
     stride, padding, dilation, transposed, _, groups = args[3:9]
-    if not x.is_cuda or x.ndim != 4 or transposed or groups != 1 or any(d != 1 for d in dilation):
+    if not x.is_cuda or x.ndim != 4 or transposed or groups != 1 or any(d != 1 for d in dilation) or not x.numel() * w.numel():
         return target
     made = node.args[0].meta["val"] if backward else node.meta["val"]  # type: ignore[union-attr]
     kernel, result = w.shape[2:].numel(), made.shape[2:].numel()
