@@ -55,22 +55,20 @@ class CG(LinearSolver):
             return None
 
         def routine(product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
-            tolerance, rr = self.tolerance(rhs), batch.dot(rhs, rhs)
-            initial = rr.sqrt()
-            running = initial > tolerance
-            steps = torch.zeros_like(running, dtype=torch.long)
-            status = torch.where(running, -1, int(Status.converged)).to(steps.dtype)
-            start = _State(torch.zeros_like(rhs), rhs.clone(), rhs.clone(), rr, rr, *_Many.range(rr), running, status, steps)
-            *found, noted = self._whole_steps(expected, product, *start, tolerance, F)
-            state, eps = _State(*found), torch.finfo(rhs.dtype).eps
-            good = (state.least > eps * state.largest) & (state.status == int(Status.converged)) & (initial < torch.inf)
-            residual = noted[-1, 0]
+            tolerance = self.tolerance(rhs)
+            x, noted = (self._fused if rhs.is_cuda else self._bare)(expected, product, rhs, tolerance, F)
+            residual, (_, alpha, p_norm2, pq, _, _) = noted[-1, 0], noted.unbind(1)
+            moved, curvature = alpha != 0, pq / p_norm2
+            largest = torch.where(moved, curvature.abs(), 0.0).amax(dim=0)
+            least = torch.where(moved, curvature, torch.inf).amin(dim=0)
+            initial, eps = batch.norm(rhs), torch.finfo(rhs.dtype).eps
+            good = (least > eps * largest) & (residual <= tolerance) & (initial < torch.inf)
             if rhs.dtype == torch.float64:  # what the recurrence may be off by
-                good &= _DRIFT * expected * eps * state.largest * batch.norm(state.x) <= tolerance
+                good &= _DRIFT * expected * eps * largest * batch.norm(x) <= tolerance
             else:
-                residual = batch.norm(rhs - product(state.x)[0].add(state.x, alpha=self.damping))
+                residual = batch.norm(rhs - self._system(product)(x))
                 good &= residual <= _SLACK * tolerance
-            return state.x, good, state.steps, residual, tolerance, state.largest, initial, batch.norm(F), noted
+            return x, good, moved.sum(dim=0), residual, tolerance, largest, initial, batch.norm(F), noted
 
         def stats(steps: Tensor, residual: Tensor, tolerance: Tensor, *noted: Tensor) -> Stats:
             largest, initial, size, notes = noted
@@ -137,10 +135,47 @@ class CG(LinearSolver):
     def _whole_steps(self, count: int, product: Callable[[Tensor], tuple[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
         """Steps without a preconditioner, as one function of tensors: the state, and what is noted, (count, ·, B)."""
         *parts, tolerance, F = tensors
-        system = (lambda p: product(p)[0].add(p, alpha=self.damping)) if self.damping else lambda p: product(p)[0]
         steps = fused_steps if tolerance.is_cuda else plain_steps
-        state, noted = steps(count, system, _State(*parts), tolerance, F)
+        state, noted = steps(count, self._system(product), _State(*parts), tolerance, F)
         return *state, noted
+
+    def _system(self, product: Callable[[Tensor], tuple[Tensor]]) -> Product:
+        return (lambda p: product(p)[0].add(p, alpha=self.damping)) if self.damping else lambda p: product(p)[0]
+
+    def _fused(self, count: int, product: Any, rhs: Tensor, tolerance: Tensor, F: Tensor) -> tuple[Tensor, Tensor]:
+        """So many steps from zero on a GPU: x, and what is noted, (count, 6, B)."""
+        rr = batch.dot(rhs, rhs)
+        running = rr.sqrt() > tolerance
+        steps = torch.zeros_like(running, dtype=torch.long)
+        status = torch.where(running, -1, int(Status.converged)).to(steps.dtype)
+        start = _State(torch.zeros_like(rhs), rhs.clone(), rhs.clone(), rr, rr, *_Many.range(rr), running, status, steps)
+        x, *_, noted = self._whole_steps(count, product, *start, tolerance, F)
+        return x, noted
+
+    def _bare(self, count: int, product: Any, rhs: Tensor, tolerance: Tensor, F: Tensor) -> tuple[Tensor, Tensor]:
+        """The same on a CPU, with a third of the operations on numbers: trouble is not met, it shows in what is noted."""
+        one, system = len(rhs) == 1, self._system(product)
+        dot: Callable[[Tensor, Tensor], Tensor] = torch.dot if one else batch.dot
+        if one:  # a vector, and numbers without an axis
+            rhs, F, tolerance = rhs[0], F[0], tolerance[0]
+        x, r, p = torch.zeros_like(rhs), rhs.clone(), rhs
+        rr = p_norm2 = dot(r, r)
+        nothing, enough = torch.zeros_like(rr), (1 - 4 * torch.finfo(rr.dtype).eps) * tolerance.square()
+        notes: list[Tensor] = []
+        for _ in range(count):
+            q = system(p.unsqueeze(0))[0] if one else system(p)
+            pq, running = dot(p, q), rr > enough
+            alpha = torch.where(running, rr / pq, nothing)
+            length = alpha if one else alpha.unsqueeze(1)
+            x.addcmul_(length, p)
+            r.addcmul_(length, q, value=-1)
+            after = dot(r, r)
+            beta = torch.where(running, after / rr, nothing)
+            notes += (after.sqrt(), alpha, p_norm2, pq, dot(p, F), beta)
+            p_norm2 = torch.addcmul(after, beta * beta, p_norm2)
+            p = torch.addcmul(r, beta if one else beta.unsqueeze(1), p)
+            rr = after
+        return x.view(-1, x.shape[-1]), torch.stack(notes).view(count, 6, -1)
 
 
 def plain_steps(count: int, system: Product, state: _State, tolerance: Tensor, F: Tensor) -> tuple[_State, Tensor]:

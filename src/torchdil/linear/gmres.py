@@ -145,7 +145,7 @@ class GMRES(LinearSolver):
         V, H = rhs.new_empty(samples, m + 1, n), rhs.new_zeros(samples, m + 1, m)
         V[:, 0] = rhs / beta.clamp_min(tiny).unsqueeze(1)
         for k in range(m):
-            w, H[:, : k + 1, k] = _orthogonalise(system(V[:, k]), V[:, : k + 1])
+            w, H[:, : k + 1, k] = _projected(system(V[:, k]), V[:, : k + 1])
             below = batch.norm(w)
             H[:, k + 1, k] = below
             V[:, k + 1] = w / below.clamp_min(tiny).unsqueeze(1)
@@ -189,10 +189,15 @@ def _orthogonalise(w: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
     Classical Gram-Schmidt, twice: two batched products a pass, and as orthogonal as rounding allows.
     """
-    first = batch.rows(basis, w)
-    w = torch.baddbmm(w.unsqueeze(1), first.unsqueeze(1), basis, alpha=-1).squeeze(1)
-    second = batch.rows(basis, w)
-    return torch.baddbmm(w.unsqueeze(1), second.unsqueeze(1), basis, alpha=-1).squeeze(1), first + second
+    w, first = _projected(w, basis)
+    w, second = _projected(w, basis)
+    return w, first + second
+
+
+def _projected(w: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """The same once: enough where J is not ill-conditioned."""
+    parts = batch.rows(basis, w)
+    return torch.baddbmm(w.unsqueeze(1), parts.unsqueeze(1), basis, alpha=-1).squeeze(1), parts
 
 
 def _inverse(R: Tensor) -> Tensor:
