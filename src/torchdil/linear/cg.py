@@ -175,7 +175,7 @@ class CG(LinearSolver):
             p_norm2 = torch.addcmul(after, beta * beta, p_norm2)
             p = torch.addcmul(r, beta if one else beta.unsqueeze(1), p)
             rr = after
-        return x.view(-1, x.shape[-1]), torch.stack(notes).view(count, 6, -1)
+        return x.unsqueeze(0) if one else x, torch.stack(notes).view(count, 6, -1)
 
 
 def plain_steps(count: int, system: Product, state: _State, tolerance: Tensor, F: Tensor) -> tuple[_State, Tensor]:

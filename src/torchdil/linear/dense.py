@@ -43,8 +43,9 @@ class Dense(LinearSolver):
         def routine(product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
             units = torch.eye(n, dtype=rhs.dtype, device=rhs.device).unsqueeze(1).expand(-1, samples, -1)
             A = torch.func.vmap(product)(units)[0].permute(1, 2, 0).contiguous()  # its columns are the products
-            torch.diagonal(A, dim1=1, dim2=2).add_(self.damping)
-            x, residual, tolerance, good = self._easily(A, rhs, symmetric)
+            if self.damping:
+                torch.diagonal(A, dim1=1, dim2=2).add_(self.damping)
+            x, residual, tolerance, good = self._easily(A, rhs, symmetric, _rank_floor(n, rhs.dtype))
             return x, good, (tolerance > 0).long(), residual, tolerance, A, rhs, x, F
 
         def stats(steps: Tensor, residual: Tensor, tolerance: Tensor, *noted: Tensor) -> Stats:
@@ -63,7 +64,8 @@ class Dense(LinearSolver):
         diagonal = torch.diagonal(A, dim1=1, dim2=2)
         diagonal += self.damping
         evidence = partial(Factored, watched=operator.watched if transpose or operator.symmetric else None)
-        easy = self._easily(A, rhs, operator.symmetric) if A.dtype == rhs.dtype else None
+        floor = _rank_floor(A.shape[1], A.dtype)
+        easy = self._easily(A, rhs, operator.symmetric, floor) if A.dtype == rhs.dtype else None
         if easy is not None and bool(easy[3].all()):
             x, residual, tolerance, _ = easy
             stats = Stats(
@@ -104,16 +106,16 @@ class Dense(LinearSolver):
         value = torch.where(whole.unsqueeze(1), x, torch.nan).to(rhs.dtype)
         return Result(value, torch.where(whole, status, int(Status.non_finite)), stats)
 
-    def _easily(self, A: Tensor, b: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _easily(self, A: Tensor, b: Tensor, symmetric: bool, floor: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x, its residual, its tolerance, and which samples are far from singular (and positive definite) and solved well."""
         if symmetric:
             L, info = torch.linalg.cholesky_ex(A)
             x = batch.cholesky_solve(b.unsqueeze(2), L).squeeze(2)
-            pivots, floor = torch.diagonal(L, dim1=1, dim2=2), _rank_floor(A) ** 0.5  # of their roots
+            pivots, floor = torch.diagonal(L, dim1=1, dim2=2), floor**0.5  # of their roots
         else:
             LU, order, info = torch.linalg.lu_factor_ex(A)
             x = torch.linalg.lu_solve(LU, order, b.unsqueeze(2)).squeeze(2)
-            pivots, floor = torch.diagonal(LU, dim1=1, dim2=2).abs(), _rank_floor(A)
+            pivots = torch.diagonal(LU, dim1=1, dim2=2).abs()
         residual, tolerance = batch.norm(_residual(A, b, x)), self.tolerance(b)
         regular = (info == 0) & (pivots.amin(dim=1) > floor * pivots.amax(dim=1))
         return x, residual, tolerance, regular & (residual <= tolerance) & (tolerance < torch.inf)
@@ -130,7 +132,7 @@ class Dense(LinearSolver):
             better = batch.norm(r_refined) < batch.norm(r)
             x, r = batch.select(better, refined, x), batch.select(better, r_refined, r)
         solved = (batch.norm(r) <= tolerance + _rounding(A, b, x)) & batch.finite(x)
-        return x, ~solved | (pivots.amin(dim=1) <= _rank_floor(A) * pivots.amax(dim=1)), indefinite
+        return x, ~solved | (pivots.amin(dim=1) <= _rank_floor(A.shape[1], A.dtype) * pivots.amax(dim=1)), indefinite
 
 
 def _factorise(A: Tensor, symmetric: bool) -> tuple[Callable[[Tensor], Tensor], Tensor, bool]:
@@ -155,7 +157,7 @@ def _factorise(A: Tensor, symmetric: bool) -> tuple[Callable[[Tensor], Tensor], 
 
 
 def _minimum_norm(A: Tensor, b: Tensor, symmetric: bool) -> Tensor:
-    inverse = torch.linalg.pinv(A, rtol=_rank_floor(A), hermitian=symmetric)
+    inverse = torch.linalg.pinv(A, rtol=_rank_floor(A.shape[1], A.dtype), hermitian=symmetric)
     return (inverse @ b.unsqueeze(2)).squeeze(2)
 
 
@@ -170,6 +172,6 @@ def _rounding(A: Tensor, b: Tensor, x: Tensor) -> Tensor:
     return torch.minimum(100 * A.shape[1] * eps * size, eps ** (1 / 3) * batch.norm(b))
 
 
-def _rank_floor(A: Tensor) -> float:
-    """Pivots and singular values below this, relative to the largest, are rounding errors of zero."""
-    return 10 * A.shape[1] * torch.finfo(A.dtype).eps
+def _rank_floor(n: int, dtype: torch.dtype) -> float:
+    """Pivots and singular values of n x n matrices below this, relative to the largest, are rounding errors of zero."""
+    return 10 * n * torch.finfo(dtype).eps
