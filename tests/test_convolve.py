@@ -99,6 +99,23 @@ def test_a_factor_is_multiplied_where_the_convolution_is_made(monkeypatch):
     torch.testing.assert_close(mapped.squeeze(1), 3 * plainly(x, w, (0, 0)))
 
 
+def test_a_result_can_be_viewed_as_torchs_could(monkeypatch):
+    """In what is evaluated once a point, too."""
+    monkeypatch.setattr(convolve, "chosen", lambda node: convolve._turned)
+    torch.manual_seed(0)
+    y, w = torch.randn(2, 1, 12, 12, dtype=torch.float64), torch.randn(3, 1, 11, 11, dtype=torch.float64)
+
+    def function(y, p):
+        responses = functional.conv2d(y, w)
+        return [
+            (responses.flatten(1).sum(1) + responses.permute(0, 2, 3, 1).contiguous().view(2, -1).prod(1),),
+            (p * responses[0, 0, 0, 0],),
+        ]
+
+    halves = split(function, y, torch.ones_like(y))
+    torch.testing.assert_close(halves.prelude(y, *halves.captured)[0], function(y, y)[0][0])
+
+
 def name_of_choice(
     device, dtype, *, channels=1, filters=8, size=5, side=32, stride=1, padding=0, dilation=1, groups=1, samples=2
 ):

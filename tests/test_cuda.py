@@ -12,6 +12,7 @@ from torchdil.compiled import Compiled, CudaGraph
 from torchdil.linear import cg
 from torchdil.linear.fused import fused_steps
 from torchdil.solution import Status
+from torchdil.traced import _memories, forget_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -57,16 +58,24 @@ def test_convolutions_with_few_channels(dtype, shape):
     channels, filters, h, v, *padding = shape
     x, w = draw(0, 3, channels, 45, 38, dtype=dtype), draw(1, filters, channels, h, v, dtype=dtype)
     exact = torch.nn.functional.conv2d(x.cpu().double(), w.cpu().double(), padding=tuple(padding))
-    rtol = 1e-13 if dtype == torch.float64 else 1e-5
-    torch.testing.assert_close(
-        convolve.correlate(x, w, padding).cpu().double(), exact, rtol=rtol, atol=rtol * exact.norm().item()
-    )
+    close = {"rtol": 0, "atol": (1e-13 if dtype == torch.float64 else 1e-5) * exact.norm().item()}
+    torch.testing.assert_close(convolve.correlate(x, w, padding).cpu().double(), exact, **close)
+    factor = draw(2, *exact.shape, dtype=dtype)
+    scaled = convolve.correlate(x, w, padding, factor).cpu().double()
+    torch.testing.assert_close(scaled, factor.cpu().double() * exact, **close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_a_convolutional_energy_has_the_gradient_of_the_cpu(dtype):
+def test_a_convolutional_energy_has_the_gradient_of_the_cpu(dtype, monkeypatch):
     """By kernels of our own, once its products are traced."""
-    gradients = []
+    forget_all()
+    gradients, factors, correlate = [], [], convolve.correlate
+
+    def watched(x, w, padding, factor=None):
+        factors.append(factor is not None)
+        return correlate(x, w, padding, factor)
+
+    monkeypatch.setattr(convolve, "correlate", watched)
     for device, precision in (("cpu", torch.float64), ("cuda", dtype)):
         x, filters = (draw(seed, *shape).to(device, precision) for seed, shape in ((0, (2, 1, 24, 24)), (1, (4, 1, 3, 3))))
         filters.requires_grad_()
@@ -80,6 +89,8 @@ def test_a_convolutional_energy_has_the_gradient_of_the_cpu(dtype):
             solution = dil.argmin(energy, torch.zeros_like(x), linear_solver=dil.CG())
             solution.value.square().sum().backward()
         gradients.append(filters.grad.cpu().double())
+    assert set(factors) == {True, False}
+    assert [memory.solves for memory in _memories.values() if memory.trace is not None] == [20]  # used to the end
     rtol = 1e-9 if dtype == torch.float64 else 1e-4
     torch.testing.assert_close(gradients[1], gradients[0], rtol=rtol, atol=rtol * gradients[0].norm().item())
 

@@ -710,6 +710,16 @@ def test_a_solve_at_once_says_that_something_is_wrong(solver, trouble):
     assert good.tolist() == [False, True]
 
 
+@pytest.mark.parametrize("samples", [1, 3])
+def test_cg_at_once_sees_a_curvature_that_is_rounding(samples):
+    eps = torch.finfo(torch.float32).eps
+    for least, expected in ((5 * eps, False), (1e-3, True)):
+        A = torch.diag(torch.tensor([1.0, least])).repeat(samples, 1, 1)
+        rhs = torch.ones(samples, 2)
+        _, good = at_once(dil.CG(), A, rhs, rhs, 3)
+        assert good.tolist() == [expected] * samples
+
+
 def test_cg_at_once_sees_negative_curvature():
     A = torch.diag(torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)).unsqueeze(0)
     _, good = at_once(dil.CG(), A, torch.ones(1, 3, dtype=torch.float64), torch.ones(1, 3, dtype=torch.float64), 3)

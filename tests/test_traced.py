@@ -18,6 +18,7 @@ from torchdil.batch import default_rtol
 from torchdil.captures import signature
 from torchdil.implicit import Condition
 from torchdil.linearize import split
+from torchdil.solution import Outcome, Report, Stats
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-12}
 CALLS = traced._PATIENCE + 3
@@ -182,6 +183,19 @@ def test_a_report_that_nobody_has_asked_yet_can_be_copied(solver):
     copied = pickle.loads(pickle.dumps(report))
     assert str(copied) == str(report) and bool(report.backward.converged.all())
     assert report.backward is report.backward and not report.adjoint_error.requires_grad
+
+
+def test_a_report_that_is_read_while_there_is_a_new_one():
+    """By another thread: it gets what it asked for, and the new one stays."""
+    report, numbers = Report(), torch.zeros(1)
+    old, new = (Stats(name, numbers.long(), numbers, numbers) for name in ("old", "new"))
+
+    def solve():
+        report.backward = Outcome(numbers.long(), new)
+        return numbers.long(), old
+
+    report.backward_by(solve)
+    assert report.backward.stats is old and report.backward.stats is new
 
 
 def check(layer, seed, **close):

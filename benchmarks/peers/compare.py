@@ -152,11 +152,14 @@ def case(problem: Problem, workers: dict[str, Worker], folder: str, device: str)
     for number in range(ROUNDS if one_turn < LONG else FEW_ROUNDS):
         for name, (calls, before) in turns.items():
             if not (number and times[name] and sum(times[name][0]) > LONG):
-                times[name] += workers[name].ask(calls=calls, before=before)["times"]
+                answer = workers[name].ask(calls=calls, before=before)
+                times[name] += answer.get("times", [])
+                systems[name] |= {"error": answer["error"]} if "error" in answer else {}
         limit = workers[OURS].ask(limit=True)
+        assert "error" not in limit, limit["error"]
         limits.append(limit["steps"] * limit["product"])
         floors.append(limit["floor"])
-    for name, pairs in times.items():
+    for name, pairs in ((name, pairs) for name, pairs in times.items() if pairs):
         systems[name] |= {"backward": quartiles([b for _, b in pairs]), "both": quartiles([a + b for a, b in pairs])}
     ours = systems[OURS]
     assert "backward" in ours, ours["error"]

@@ -29,6 +29,8 @@ Function = Callable[..., tuple[Tensor, ...]]
 tracing = threading.RLock()
 # Calls of one kind before it is traced: that takes a few tenths of a second.
 _PATIENCE = 10
+# Inputs and outputs of all CUDA graphs take no more than this part of the memory.
+_PART = 1 / 16
 # How many kinds of one function are remembered: a batch size that is never the same must not fill the memory.
 _KINDS = 64
 
@@ -145,11 +147,11 @@ class CudaGraph:
 
     def __init__(self, function: Function, inputs: tuple[Tensor, ...], captured: Sequence[Tensor] = ()):
         self._captured = captured
-        self._device = inputs[0].device
+        self.device = inputs[0].device
         self._lock = threading.Lock()
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             self._inputs = [t.clone() for t in inputs]
-            stream = _side_stream(self._device)
+            stream = _side_stream(self.device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(2):  # libraries set themselves up in their first calls, which cannot be captured
@@ -159,14 +161,29 @@ class CudaGraph:
             with _capturing(self._graph, stream):
                 self._outputs = function(*self._inputs, *captured)
         self._places_in, self._places_out = _by_type(self._inputs), _by_type(self._outputs)
+        _graphs.add(self)
+
+    @property
+    def nbytes(self) -> int:
+        """What it keeps for its inputs and outputs."""
+        return sum(t.nbytes for t in (*self._inputs, *self._outputs))
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         results = [torch.empty_like(t) for t in self._outputs]
-        with self._lock, torch.cuda.device(self._device):
+        with self._lock, torch.cuda.device(self.device):
             _copy(self._places_in, self._inputs, inputs)
             self._graph.replay()
             _copy(self._places_out, results, self._outputs)
         return tuple(results)
+
+
+_graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+
+
+def room_for(nbytes: int, device: torch.device) -> bool:
+    """Whether a graph with so large inputs may be kept, besides those that are."""
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return nbytes + sum(graph.nbytes for graph in list(_graphs) if graph.device == device) <= _PART * memory
 
 
 @functools.cache

@@ -24,8 +24,8 @@ except ImportError:  # torch for a CPU comes without it
 aten = torch.ops.aten
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-# Few channels: so many numbers in all filters, so many in each; and where an index has 32 bits.
-_WEIGHTS, _TAPS, _NUMBERS = 2**11, 81, 2**31
+# Few channels, and few filters, of so many numbers each: a thread keeps all filters of a pixel. And an index has 32 bits.
+_CHANNELS, _TAPS, _NUMBERS = 16, 81, 2**31
 # Samples are the second axis of a launch.
 _SAMPLES = 2**16
 # What torch's own convolutions keep of a sample.
@@ -51,11 +51,16 @@ def chosen(node: fx.Node) -> Any:
     if known and plain and not backward and args[2] is None and kernel > max(_TAPS, result):
         return _turned if len(x) * result * kernel <= _COLUMNS else target
     inside = all(p < k for p, k in zip(padding, w.shape[2:], strict=True))
-    sizes = w.numel() <= _WEIGHTS and kernel <= _TAPS and max(x.numel(), made.numel()) < _NUMBERS and len(x) < _SAMPLES
-    if known and plain and inside and sizes and _compiles():
+    few = max(w.shape[:2]) <= _CHANNELS and kernel <= _TAPS
+    sizes = max(x.numel(), made.numel()) < _NUMBERS and len(x) < _SAMPLES
+    if known and plain and inside and few and sizes and _compiles():
         return _OURS[target][0]
-    columns = w.numel() // len(w) * result
-    return _OURS[target][1] if x.dtype == torch.float64 and columns <= _COLUMNS else target
+    return _OURS[target][1] if _by_columns(x, w, made) else target
+
+
+def _by_columns(x: Tensor, w: Tensor, made: Tensor) -> bool:
+    """Whether a convolution is one for torch's own."""
+    return x.dtype == torch.float64 and w.numel() // len(w) * made.shape[2:].numel() <= _COLUMNS
 
 
 def fuse(graph: fx.Graph) -> None:
@@ -149,7 +154,7 @@ def _few_backward(g: Tensor, x: Tensor, w: Tensor, bias: Any, stride: Any, paddi
     of_x, *of_others = others[-1]
     found: Gradients = (None, None, None)
     if any(of_others):
-        backward = _wide_backward if x.dtype == torch.float64 else aten.convolution_backward.default
+        backward = _wide_backward if _by_columns(x, w, g) else aten.convolution_backward.default
         found = backward(g, x, w, bias, stride, padding, *others[:-1], [False, *of_others])
     around = [size - 1 - pad for size, pad in zip(w.shape[2:], padding, strict=True)]
     return correlate(g, w.flip(2, 3).transpose(0, 1), around) if of_x else None, *found[1:]
@@ -171,7 +176,7 @@ def _as_gradient(x: Tensor, w: Tensor, bias: None, stride: Any, padding: Any, *o
     given = w.transpose(0, 1).contiguous(), x.transpose(0, 1).contiguous(), like
     _, found, _ = backward(*given, [0], stride, padding, *others, [False, True, False])
     assert found is not None
-    return found.transpose(0, 1)
+    return found.transpose(0, 1).contiguous()
 
 
 def _mapped(args: Sequence[Any]) -> bool:

@@ -31,6 +31,7 @@ from torch.autograd import forward_ad as fwd
 from torchdil import batch
 from torchdil.graph import Dependence, age, dependence, partial_derivatives
 from torchdil.linear.base import LinearSolver
+from torchdil.linear.units import in_range, solve_in_range
 from torchdil.modes import as_in_forward, default_device, full_precision, no_tangents, plain_saving, tangents_active
 from torchdil.operator import Operator
 from torchdil.solution import ConvergenceWarning, Report, Result, Status, handle_failure, mask_failed
@@ -93,8 +94,9 @@ class Condition:
             if operator.source is not None:
                 operator.source.solved()
             stale = False
+            solve, atol = partial(self._solve, operator, transpose), self.linear_solver.atol
             try:
-                value, status, stats = self._solve(operator, rhs, transpose)
+                value, status, stats = solve_in_range(solve, rhs, atol)
                 doubtful = bool((status != int(Status.converged)).any())
                 stale = doubtful and operator.stale(value, transpose)
             except RuntimeError:
@@ -102,7 +104,7 @@ class Condition:
                     raise
                 doubtful = True
             if doubtful and operator.distrust():  # with true products, to be sure
-                value, status, stats = self._solve(operator, rhs, transpose)
+                value, status, stats = solve_in_range(solve, rhs, atol)
                 doubtful = bool((status != int(Status.converged)).any())
                 if stale and self.on_failure in ("raise", "warn"):
                     warnings.warn(_STALE, ConvergenceWarning, stacklevel=2)
@@ -134,7 +136,7 @@ class Condition:
 
         def routine(product: Any, pull: Any, rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
             x, good, steps, *noted = at_once.routine(product, rhs, F)
-            told = torch.stack((good.all().long(), steps.amax()))  # one tensor, to wait for it once
+            told = torch.stack(((good & in_range(rhs)).all().long(), steps.amax()))  # one tensor, to wait for it once
             return *pull(-x), told, batch.norm(x), steps, *noted
 
         with torch.no_grad(), no_tangents(), full_precision(rhs):
@@ -153,7 +155,7 @@ class Condition:
             self.report.backward_by(partial(at_once.finished, norm, solver.damping, *rest))
             return grads
 
-    def _solve(self, operator: Operator, rhs: Tensor, transpose: bool) -> Result:
+    def _solve(self, operator: Operator, transpose: bool, rhs: Tensor) -> Result:
         """What the linear solver gives, converged only where one product more confirms it."""
         value, status, stats = self.linear_solver.solve(operator, rhs, transpose=transpose)
         # The residual that a solver keeps by recurrence drifts from the true one in low precision, and knows nothing of a

@@ -129,7 +129,7 @@ def _deal(node: fx.Node, prelude: _Prelude, parts: list[_Part]) -> None:
             part.take(node, target)
             return
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), prelude.known.__getitem__)
-    prelude.known[node] = prelude.call(target, *args, **kwargs)
+    prelude.known[node] = prelude.call(aten.reshape.default if target in _VIEWS else target, *args, **kwargs)
 
 
 def _without_changes(node: fx.Node) -> Any:

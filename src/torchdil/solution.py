@@ -172,10 +172,14 @@ class Report:
 
     @property
     def backward(self) -> Outcome | None:
-        if callable(self._backward):
+        known = self._backward
+        if callable(known):
             with torch.no_grad():
-                self._backward = self.outcome(*self._backward())
-        return self._backward
+                outcome = self.outcome(*known())
+            if self._backward is known:  # another thread may have asked, or solved
+                self._backward = outcome
+            return outcome
+        return known
 
     @backward.setter
     def backward(self, outcome: Outcome | None) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.captures import signature
-from torchdil.compiled import CudaGraph, scripted, tracing
+from torchdil.compiled import CudaGraph, room_for, scripted, tracing
 from torchdil.graph import partial_derivatives
 from torchdil.linearize import Split, add_in_place, split
 
@@ -47,8 +47,6 @@ _RECENT = 10
 _MADE, _MADE_NUMBERS = 16, 2**10
 # Of one trace so many routines are kept: one for each number of steps, and a CUDA graph has memory of its own.
 _ROUTINES = 16
-# The inputs of a CUDA graph take no more than this part of the memory.
-_CUDA_PART = 1 / 256
 
 
 class _Memory:
@@ -359,8 +357,7 @@ def _fast(function: Routine, tensors: tuple[Tensor, ...], saved: tuple[Tensor, .
             warnings.simplefilter("ignore")  # torch, of its own TorchScript
             if not inputs[0].is_cuda:
                 return scripted(function, tensors, saved)
-            # What a graph reads and writes it keeps.
-            memory = torch.cuda.get_device_properties(inputs[0].device).total_memory
-            return CudaGraph(function, inputs) if sum(t.nbytes for t in inputs) <= _CUDA_PART * memory else function
+            room = room_for(sum(t.nbytes for t in inputs), inputs[0].device)
+            return CudaGraph(function, inputs) if room else function
     except Exception:
         return function

@@ -32,6 +32,8 @@ from torchdil.solution import Result, Stats, Status
 _DRIFT = 10.0
 # ... or, where that is too much, as in float32, the true residual may be so many times the tolerance.
 _SLACK = 10.0
+# Curvatures so many roundings of the largest are none.
+_FLAT = 10
 _ENDS = int(Status.negative_curvature), int(Status.breakdown)
 
 
@@ -62,7 +64,7 @@ class CG(LinearSolver):
             largest = torch.where(moved, curvature.abs(), 0.0).amax(dim=0)
             least = torch.where(moved, curvature, torch.inf).amin(dim=0)
             initial, eps = batch.norm(rhs), torch.finfo(rhs.dtype).eps
-            good = (least > eps * largest) & (residual <= tolerance) & (initial < torch.inf)
+            good = (least > _FLAT * eps * largest) & (residual <= tolerance) & (initial < torch.inf)
             if rhs.dtype == torch.float64:  # what the recurrence may be off by
                 good &= _DRIFT * expected * eps * largest * batch.norm(x) <= tolerance
             else:
@@ -341,7 +343,7 @@ def _descend(o: Any, system: Product, s: _State, tolerance: Any, F: Tensor) -> t
     pq = o.dot(s.p, q)
     curvature = o.divide(pq, s.p_norm2)
     largest = o.where(s.running, o.maximum(s.largest, abs(curvature)), s.largest)
-    floor = 10 * torch.finfo(s.p.dtype).eps * largest
+    floor = _FLAT * torch.finfo(s.p.dtype).eps * largest
     lower = o.minimum(s.least, curvature)
     ended = s.running & (lower <= floor) & (floor < math.inf)
     moved = s.running ^ ended
