@@ -116,12 +116,14 @@ def case(problem: Problem, device: str, rounds: int = ROUNDS) -> dict[str, Any]:
 
 
 def run(device: str, only: str | None = None) -> None:
-    """All problems; written after each."""
+    """All problems, or those with `only` in their label; written after each, besides what is known of the others."""
     path = Path(RESULTS / ("ablation_gpu.json" if device == "cuda" else "ablation.json"))
-    results: dict[str, Any] = {"machine": machine() | {"device": device}, "cases": []}
+    known = {one["label"]: one for one in json.loads(path.read_text())["cases"]} if path.exists() else {}
     with one_core(device):
         for problem in problems(device):
             if only is None or only in problem.label:
-                results["cases"].append(case(problem, device))
-                print(problem.label, results["cases"][-1]["gains"], file=sys.stderr, flush=True)
+                known[problem.label] = found = case(problem, device)
+                print(problem.label, found["gains"], file=sys.stderr, flush=True)
+                cases = [known[other.label] for other in problems(device) if other.label in known]
+                results: dict[str, Any] = {"machine": machine() | {"device": device}, "cases": cases}
                 path.write_text(json.dumps(results, indent=2) + "\n")
