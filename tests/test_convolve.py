@@ -25,15 +25,13 @@ def made(channels, filters, h, v, p, q):
     return x, w, g, ([1, 1], [p, q], [1, 1], False, [0, 0], 1)
 
 
-@pytest.mark.parametrize("kind", [0, 1], ids=["few", "wide"])
+@pytest.mark.parametrize("kind", [convolve._FEW, convolve._WIDE], ids=["few", "wide"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_they_are_torchs_convolutions(kind, shape, monkeypatch):
     monkeypatch.setattr(convolve, "correlate", plainly)
     x, w, g, others = made(*shape)
     bias = torch.arange(len(w), dtype=x.dtype)
-    forward, backward = (
-        convolve._OURS[torchs][kind] for torchs in (aten.convolution.default, aten.convolution_backward.default)
-    )
+    forward, backward = kind[aten.convolution.default], kind[aten.convolution_backward.default]
     torch.testing.assert_close(forward(x, w, bias, *others), aten.convolution(x, w, bias, *others), rtol=1e-13, atol=1e-13)
     for mask in ([True, False, False], [True, True, True], [False, True, False]):
         expected = aten.convolution_backward(g, x, w, [len(w)], *others, mask)
@@ -48,7 +46,7 @@ def test_large_filters_are_a_gradient_of_small_ones(dtype):
     torch.manual_seed(0)
     x, w = torch.randn(2, 3, 12, 11, dtype=dtype), torch.randn(5, 3, 11, 10, dtype=dtype)
     others = ([1, 1], [1, 2], [1, 1], False, [0, 0], 1)
-    torch.testing.assert_close(convolve._turned(x, w, None, *others), aten.convolution(x, w, None, *others))
+    torch.testing.assert_close(convolve._as_gradient(x, w, None, *others), aten.convolution(x, w, None, *others))
 
 
 def test_many_at_once_are_left_to_torch(monkeypatch):
@@ -57,15 +55,13 @@ def test_many_at_once_are_left_to_torch(monkeypatch):
 
     monkeypatch.setattr(convolve, "correlate", refuse)
     x, w, _, others = made(*SHAPES[0])
-    few, wide = convolve._OURS[aten.convolution.default]
-    for ours in (few, wide):
+    for ours in (convolve._few, convolve._wide):
         found = torch.func.vmap(lambda x, ours=ours: ours(x.unsqueeze(0), w, None, *others))(x)
         torch.testing.assert_close(found.squeeze(1), plainly(x, w, (0, 0)))
 
 
 def test_a_factor_is_multiplied_where_the_convolution_is_made(monkeypatch):
     """In place of two operations, where it has the shape of the result."""
-    kinds = {torchs: (few, few) for torchs, (few, _) in convolve._OURS.items()}
     factors = []
 
     def correlate(x, w, padding, factor=None):
@@ -73,7 +69,7 @@ def test_a_factor_is_multiplied_where_the_convolution_is_made(monkeypatch):
         return plainly(x, w, padding, 1.0 if factor is None else factor)
 
     monkeypatch.setattr(convolve, "correlate", correlate)
-    monkeypatch.setattr(convolve, "chosen", lambda node: kinds[node.target][0])
+    monkeypatch.setattr(convolve, "chosen", lambda node: convolve._FEW[node.target])
     x, w, _, _ = made(*SHAPES[0])
 
     def product(y, p):
@@ -101,7 +97,7 @@ def test_a_factor_is_multiplied_where_the_convolution_is_made(monkeypatch):
 
 def test_a_result_can_be_viewed_as_torchs_could(monkeypatch):
     """In what is evaluated once a point, too."""
-    monkeypatch.setattr(convolve, "chosen", lambda node: convolve._turned)
+    monkeypatch.setattr(convolve, "chosen", lambda node: convolve._as_gradient)
     torch.manual_seed(0)
     y, w = torch.randn(2, 1, 12, 12, dtype=torch.float64), torch.randn(3, 1, 11, 11, dtype=torch.float64)
 
@@ -132,8 +128,8 @@ def name_of_choice(
     others = (None, [stride] * 2, [padding] * 2, [dilation] * 2, False, [0, 0], groups)
     node = graph.call_function(aten.convolution.default, (*args, *others))
     node.meta["val"] = out
-    few, wide = convolve._OURS[aten.convolution.default]
-    return {few: "few", wide: "wide", convolve._turned: "turned"}.get(convolve.chosen(node), "torch's")
+    names = {convolve._few: "few", convolve._wide: "wide", convolve._as_gradient: "gradient"}
+    return names.get(convolve.chosen(node), "torch's")
 
 
 @pytest.mark.parametrize(
@@ -146,8 +142,8 @@ def name_of_choice(
         ({"dtype": torch.float64, "padding": 5}, "wide"),
         ({"dtype": torch.float64, "channels": 64, "filters": 64, "size": 3}, "wide"),
         ({"dtype": torch.float64, "size": 16}, "wide"),
-        ({"dtype": torch.float64, "size": 30}, "turned"),
-        ({"dtype": torch.float32, "size": 30}, "turned"),
+        ({"dtype": torch.float64, "size": 30}, "gradient"),
+        ({"dtype": torch.float32, "size": 30}, "gradient"),
         ({"dtype": torch.float32, "stride": 2}, "torch's"),
         ({"dtype": torch.float32, "channels": 64, "filters": 64, "size": 3}, "torch's"),
         ({"dtype": torch.float64, "dilation": 2}, "torch's"),

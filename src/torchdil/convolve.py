@@ -1,7 +1,7 @@
 """Convolutions on a GPU that cuDNN is not made for: with few channels, or in float64.
 
-A prior of images has one channel and a handful of filters. cuDNN takes ten times as long for them as the memory would, and in
-float64 a hundred times. Where a product with J is traced (`torchdil.linearize`) its convolutions are these instead: a kernel
+A prior of images has one channel and a handful of filters; cuDNN is made for many channels and low precision, and takes many
+times as long as it has to. Where a product with J is traced (`torchdil.linearize`) its convolutions are these instead: a kernel
 for few channels, torch's own matrix products else.
 """
 
@@ -37,7 +37,7 @@ _BLOCK, _MANY = 256, 4
 def chosen(node: fx.Node) -> Any:
     """The operation to use in place of that of a traced call."""
     target: Any = node.target
-    if target not in _OURS:
+    if target not in _FEW:
         return target
     backward = target is aten.convolution_backward.default
     args: Sequence[Any] = node.args[1:] if backward else node.args
@@ -49,13 +49,13 @@ def chosen(node: fx.Node) -> Any:
     kernel, result = w.shape[2:].numel(), made.shape[2:].numel()
     known, plain = x.dtype in (torch.float32, torch.float64), all(s == 1 for s in stride)
     if known and plain and not backward and args[2] is None and kernel > max(_TAPS, result):
-        return _turned if len(x) * result * kernel <= _COLUMNS else target
+        return _as_gradient if len(x) * result * kernel <= _COLUMNS else target
     inside = all(p < k for p, k in zip(padding, w.shape[2:], strict=True))
     few = max(w.shape[:2]) <= _CHANNELS and kernel <= _TAPS
     sizes = max(x.numel(), made.numel()) < _NUMBERS and len(x) < _SAMPLES
     if known and plain and inside and few and sizes and _compiles():
-        return _OURS[target][0]
-    return _OURS[target][1] if _by_columns(x, w, made) else target
+        return _FEW[target]
+    return _WIDE[target] if _by_columns(x, w, made) else target
 
 
 def _by_columns(x: Tensor, w: Tensor, made: Tensor) -> bool:
@@ -65,10 +65,9 @@ def _by_columns(x: Tensor, w: Tensor, made: Tensor) -> bool:
 
 def fuse(graph: fx.Graph) -> None:
     """Multiply what a convolution with few channels gives, which is large, where it is made."""
-    few, _ = _OURS[aten.convolution.default]
     for node in graph.nodes:
         made, factor = node.args if node.target is aten.mul.Tensor else (None, None)
-        if isinstance(made, fx.Node) and isinstance(factor, fx.Node) and made.target is few and len(made.users) == 1:
+        if isinstance(made, fx.Node) and isinstance(factor, fx.Node) and made.target is _few and len(made.users) == 1:
             node.target, node.args = _scaled, (factor, *made.args)
     graph.eliminate_dead_code()
 
@@ -79,7 +78,7 @@ def correlate(x: Tensor, w: Tensor, padding: Sequence[int], factor: Tensor | Non
     With a factor of that shape, times it.
     """
     (samples, channels, height, width), (filters, _, h, v) = x.shape, w.shape
-    rows, columns = height + 2 * padding[0] - h + 1, width + 2 * padding[1] - v + 1
+    rows, columns = _sides(x, w, padding)
     out = x.new_empty(samples, filters, rows, columns)
     sizes = height, width, rows, columns, *padding, channels, filters, h, v, 1 << (filters - 1).bit_length(), _BLOCK
     scale = out if factor is None else factor.contiguous()
@@ -87,6 +86,11 @@ def correlate(x: Tensor, w: Tensor, padding: Sequence[int], factor: Tensor | Non
         grid, warps = (triton.cdiv(rows * columns, _BLOCK), samples), 2 if filters >= _MANY else 4
         _kernel[grid](x.contiguous(), w.contiguous(), scale, out, *sizes, factor is not None, num_warps=warps)
     return out
+
+
+def _sides(x: Tensor, w: Tensor, padding: Sequence[int]) -> list[int]:
+    """Height and width of what a convolution gives."""
+    return [side + 2 * pad - size + 1 for side, pad, size in zip(x.shape[2:], padding, w.shape[2:], strict=True)]
 
 
 @functools.cache
@@ -142,14 +146,31 @@ def _correlate(  # type: ignore[no-untyped-def]
 _kernel: Any = None if triton is None else triton.jit(_correlate)
 
 
-# With the arguments of torch's.
+def _mapped(args: Sequence[Any]) -> bool:
+    """Whether these are many tensors at once, of `torch.func.vmap`, which a kernel cannot read."""
+    return any(isinstance(arg, Tensor) and functorch.is_batchedtensor(arg) for arg in args)
 
 
+def _unless_mapped(torchs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates what takes the place of torch's operation, and its arguments, where a kernel can read them."""
+
+    def decorate(ours: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(ours)
+        def call(*args: Any) -> Any:
+            return torchs(*args) if _mapped(args) else ours(*args)
+
+        return call
+
+    return decorate
+
+
+@_unless_mapped(aten.convolution.default)
 def _few(x: Tensor, w: Tensor, bias: Tensor | None, stride: Any, padding: Any, *_: Any) -> Tensor:
     out = correlate(x, w, padding)
     return out if bias is None else out + bias[:, None, None]
 
 
+@_unless_mapped(aten.convolution_backward.default)
 def _few_backward(g: Tensor, x: Tensor, w: Tensor, bias: Any, stride: Any, padding: Any, *others: Any) -> Gradients:
     of_x, *of_others = others[-1]
     found: Gradients = (None, None, None)
@@ -160,18 +181,20 @@ def _few_backward(g: Tensor, x: Tensor, w: Tensor, bias: Any, stride: Any, paddi
     return correlate(g, w.flip(2, 3).transpose(0, 1), around) if of_x else None, *found[1:]
 
 
+@_unless_mapped(aten.convolution.default)
 def _wide(x: Tensor, w: Tensor, bias: Tensor | None, stride: Any, padding: Any, *_: Any) -> Tensor:
     return aten._slow_conv2d_forward.default(x, w, w.shape[2:], bias, stride, padding)
 
 
+@_unless_mapped(aten.convolution_backward.default)
 def _wide_backward(g: Tensor, x: Tensor, w: Tensor, bias: Any, stride: Any, padding: Any, *others: Any) -> Gradients:
     return aten._slow_conv2d_backward.output_mask(g, x, w, w.shape[2:], stride, padding, others[-1])
 
 
+@_unless_mapped(aten.convolution.default)
 def _as_gradient(x: Tensor, w: Tensor, bias: None, stride: Any, padding: Any, *others: Any) -> Tensor:
     """A convolution with filters larger than its result, which is what the gradient of filters looks like."""
-    rows, columns = (size + 2 * pad - k + 1 for size, pad, k in zip(x.shape[2:], padding, w.shape[2:], strict=True))
-    like = w.new_empty(len(w), len(x), rows, columns)
+    like = w.new_empty(len(w), len(x), *_sides(x, w, padding))
     backward = _wide_backward if x.dtype == torch.float64 else aten.convolution_backward.default
     given = w.transpose(0, 1).contiguous(), x.transpose(0, 1).contiguous(), like
     _, found, _ = backward(*given, [0], stride, padding, *others, [False, True, False])
@@ -179,33 +202,13 @@ def _as_gradient(x: Tensor, w: Tensor, bias: None, stride: Any, padding: Any, *o
     return found.transpose(0, 1).contiguous()
 
 
-def _mapped(args: Sequence[Any]) -> bool:
-    """Whether these are many tensors at once, of `torch.func.vmap`, which a kernel cannot read."""
-    return any(isinstance(arg, Tensor) and functorch.is_batchedtensor(arg) for arg in args)
-
-
 def _scaled(factor: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, stride: Any, padding: Any, *others: Any) -> Tensor:
     """A convolution times a factor."""
-    few, _ = _OURS[aten.convolution.default]
-    size = (len(x), len(w), *(s + 2 * p - k + 1 for s, p, k in zip(x.shape[2:], padding, w.shape[2:], strict=True)))
-    if bias is not None or factor.shape != size or factor.dtype != x.dtype or _mapped((factor, x, w)):
-        return few(x, w, bias, stride, padding, *others) * factor
+    shape = (len(x), len(w), *_sides(x, w, padding))
+    if bias is not None or factor.shape != shape or factor.dtype != x.dtype or _mapped((factor, x, w)):
+        return _few(x, w, bias, stride, padding, *others) * factor
     return correlate(x, w, padding, factor)
 
 
-def _unless_mapped(ours: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        return torchs(*args) if _mapped(args) else ours(*args)
-
-    return call
-
-
-# By torch's operations: for few channels, and for many.
-_OURS = {
-    torchs: (_unless_mapped(few, torchs), _unless_mapped(wide, torchs))
-    for torchs, few, wide in (
-        (aten.convolution.default, _few, _wide),
-        (aten.convolution_backward.default, _few_backward, _wide_backward),
-    )
-}
-_turned = _unless_mapped(_as_gradient, aten.convolution.default)
+_FEW = {aten.convolution.default: _few, aten.convolution_backward.default: _few_backward}
+_WIDE = {aten.convolution.default: _wide, aten.convolution_backward.default: _wide_backward}
