@@ -130,8 +130,8 @@ class Work:
         self.deq = dil.FixedPointLayer(lambda y, x: 0.5 * torch.tanh(self.linear(y) + x), init=(4,), solver=dil.Anderson())
         self.root = dil.RootLayer(lambda y, x: y**3 + 2 * y + 0.1 * self.linear(y) - x, init=(4,), linear_solver=dil.GMRES())
         self.node = dil.NeuralODE(lambda t, y: torch.tanh(self.linear(y)) - y, method="trapezoid")
-        self.times = torch.linspace(0, 1, 5, dtype=torch.float64, device=device)
-        self.mpc = dil.control.MPC(lambda x, u: x + 0.1 * torch.tanh(self.linear(x)) + 0.1 * u, self.cost, 3, 4)
+        self.times = torch.linspace(0, 1, 3, dtype=torch.float64, device=device)
+        self.mpc = dil.control.MPC(lambda x, u: x + 0.1 * torch.tanh(self.linear(x)) + 0.1 * u, self.cost, 2, 4)
         self.optimiser = torch.optim.SGD(self.parameters(), lr=1e-3)
 
     def parameters(self) -> list[Tensor]:
@@ -196,13 +196,17 @@ def memory(device: str) -> dict[str, float]:
     return found
 
 
-def endure(calls: int, device: str, looks: int = 5, say: Callable[[str], None] = lambda _: None) -> list[dict[str, float]]:
-    """The memory after the warm-up, and at so many times until the last call."""
+def endure(
+    calls: int, device: str, looks: int = 5, say: Callable[[str], None] = lambda _: None, forget: bool = False
+) -> list[dict[str, float]]:
+    """The memory after the warm-up, and at so many times until the last call; if told so without traces, which are bounded."""
     work, seen = Work(device), []
     marks = {WARM + (calls - WARM) * look // (looks * PERIOD) * PERIOD for look in range(looks + 1)}
     began = time.perf_counter()
     for k in range(calls + 1):
         if k in marks:
+            if forget:
+                traced.forget_all()
             seen.append(memory(device))
             numbers = ", ".join(f"{name} {value:.1f}" for name, value in seen[-1].items())
             say(f"{k:6d} calls, {time.perf_counter() - began:.0f} s: {numbers}")

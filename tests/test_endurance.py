@@ -49,14 +49,15 @@ def traces():
 
 def test_memory_is_flat_though_exceptions_are_thrown(device):
     """`python tests/endurance.py` does this ten thousand times."""
-    first, *_, last = endure(WARM + 2 * PERIOD, device, looks=2)
+    # A number of steps that was not met before has a CUDA graph of its own, of 0.2 MB: at most 16 of them are kept.
+    first, *_, last = endure(WARM + 2 * PERIOD, device, looks=2, forget=device != "cpu")
     # Reports of the last calls hold more or fewer tensors as their solves took steps; one tensor a call would be 2 PERIOD.
     # On a GPU that is known to Python only now and then.
     assert last["tensors"] <= first["tensors"] + (PERIOD // 4 if device == "cpu" else 2 * PERIOD)
     # The allocator's own ways; a graph for each call, of 500 samples, would be 25 MB.
     assert last["resident"] - first["resident"] < 6.0
     if "allocated" in first:
-        # A number of steps that was not met before has a graph of its own, of 0.2 MB; one tensor a call would be 1.2 MB.
+        # One tensor a call would be 1.2 MB.
         assert last["allocated"] <= first["allocated"] + 0.6
 
 

@@ -30,8 +30,8 @@ _CHANNELS, _TAPS, _NUMBERS = 16, 81, 2**31
 _SAMPLES = 2**16
 # What torch's own convolutions keep of a sample.
 _COLUMNS = 2**27
-# Pixels of a program; four of them to a thread where a pixel that was read is used for many filters, else two.
-_BLOCK, _MANY = 256, 4
+# Pixels of a program, in one row; four of them to a thread where a pixel that was read is used for many filters, else two.
+_BLOCK, _MANY = 128, 4
 
 
 def chosen(node: fx.Node) -> Any:
@@ -80,10 +80,11 @@ def correlate(x: Tensor, w: Tensor, padding: Sequence[int], factor: Tensor | Non
     (samples, channels, height, width), (filters, _, h, v) = x.shape, w.shape
     rows, columns = _sides(x, w, padding)
     out = x.new_empty(samples, filters, rows, columns)
-    sizes = height, width, rows, columns, *padding, channels, filters, h, v, 1 << (filters - 1).bit_length(), _BLOCK
+    block = min(_BLOCK, max(32, 1 << (columns - 1).bit_length()))
+    sizes = height, width, rows, columns, *padding, channels, filters, h, v, 1 << (filters - 1).bit_length(), block
     scale = out if factor is None else factor.contiguous()
     with torch.cuda.device(x.device):
-        grid, warps = (triton.cdiv(rows * columns, _BLOCK), samples), 2 if filters >= _MANY else 4
+        grid, warps = (rows * triton.cdiv(columns, block), samples), 1 if filters >= _MANY else max(1, block // 64)
         _kernel[grid](x.contiguous(), w.contiguous(), scale, out, *sizes, factor is not None, num_warps=warps)
     return out
 
@@ -123,21 +124,23 @@ def _correlate(  # type: ignore[no-untyped-def]
     block: tl.constexpr,
     scaled: tl.constexpr,
 ):
-    """A block of pixels of one sample, all filters."""
-    sample = tl.program_id(1)
-    at = tl.program_id(0) * block + tl.arange(0, block)
+    """A block of pixels of one row of one sample, all filters."""
+    sample, blocks = tl.program_id(1), (columns + block - 1) // block
+    i, j = tl.program_id(0) // blocks, tl.program_id(0) % blocks * block + tl.arange(0, block)
     o = tl.arange(0, filters_to)
     total = tl.zeros((filters_to, block), dtype=out.dtype.element_ty)
     for c in range(channels):
         for a in tl.static_range(h):
-            for b in tl.static_range(v):
-                row, column = at // columns + a - up, at % columns + b - left
-                inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-                value = tl.load(x + ((sample * channels + c) * height + row) * width + column, mask=inside, other=0.0)
-                weight = tl.load(w + ((o * channels + c) * h + a) * v + b, mask=o < filters, other=0.0)
-                total += weight[:, None] * value[None, :]
-    where = (sample * filters + o[:, None]) * (rows * columns) + at[None, :]
-    written = (o[:, None] < filters) & (at[None, :] < rows * columns)
+            row = i + a - up
+            if (row >= 0) & (row < height):
+                for b in tl.static_range(v):
+                    column = j + b - left
+                    at = x + ((sample * channels + c) * height + row) * width + column
+                    value = tl.load(at, mask=(column >= 0) & (column < width), other=0.0)
+                    weight = tl.load(w + ((o * channels + c) * h + a) * v + b, mask=o < filters, other=0.0)
+                    total += weight[:, None] * value[None, :]
+    where = ((sample * filters + o[:, None]) * rows + i) * columns + j[None, :]
+    written = (o[:, None] < filters) & (j[None, :] < columns)
     if scaled:
         total *= tl.load(scale + where, mask=written, other=0.0)
     tl.store(out + where, total, mask=written)
