@@ -307,6 +307,15 @@ def test_what_is_remembered_dies_with_the_function():
     assert len(compiled._memories) == others - 1
 
 
+def test_a_graph_is_not_kept_by_torch():
+    """As each function is that was made by `torch.jit.trace`, with 0.3 MB or more."""
+    kept = torch.jit._state._python_cu.get_functions
+    before, x = len(kept()), torch.ones(3, dtype=torch.float64, device="cpu")
+    graph = compiled.scripted(lambda x, y: (x.tanh() + y,), (x,), (2 * x,))
+    torch.testing.assert_close(graph(x, x)[0], x.tanh() + x)
+    assert "aten::tanh" in str(graph.graph) and len(kept()) == before
+
+
 def test_a_closure_and_what_it_holds_are_not_kept_alive():
     held = draw(3, 2, 2)
     watched = weakref.ref(held)

@@ -520,7 +520,7 @@ def test_the_report_of_a_second_derivative_keeps_no_graph(linear_solver):
     """It would lead back to the report, in a cycle that the garbage collector cannot see."""
     a = tensor(0.5, 2.0).requires_grad_()
     counts = []
-    for _ in range(2):
+    for _ in range(3):
         for _ in range(20):
             y = dil.argmin(
                 lambda y: (0.25 * y**4 + 0.5 * y**2 - a * y).sum(), torch.ones_like(a), linear_solver=linear_solver
@@ -529,7 +529,7 @@ def test_the_report_of_a_second_derivative_keeps_no_graph(linear_solver):
         del y, first
         gc.collect()
         counts.append(live_tensors())
-    assert counts[1] <= counts[0] + 2
+    assert counts[2] <= counts[1] + 2  # by then all is traced that will be
 
 
 def test_deterministic():

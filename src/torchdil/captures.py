@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _OF_OTHERS = {"builtins", "torch", "numpy"}
 # What every module has, and what does not change what it computes.
 _OF_MODULES = frozenset(nn.Module().__dict__)
+# What has no attributes that a function would read one of, or does not show which.
+_WHOLE: tuple[type, ...] = (Tensor, type, tuple, list, dict, functools.partial, torch.jit.ScriptModule)
+_WHOLE += (types.ModuleType, types.FunctionType, types.MethodType)
 
 
 def captured_tensors(function: Any) -> list[Tensor]:
@@ -41,11 +46,12 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
     """The tensors that `function` closes over, and a key: with equal keys only the tensors may differ between two functions.
 
     Shapes, numbers, the code of functions and the types of objects are in the key; what cannot be looked into is there by its
-    identity. None for a function that reaches too many objects, or compiled ones.
+    identity. Of an object that functions only read attributes of, those count: a method of a model does not depend on the list
+    of losses that the model keeps. None for a function that reaches too many objects, or compiled ones.
     """
     tensors: list[Tensor] = []
     key: list[Any] = []
-    seen: dict[int, int] = {}
+    seen: dict[Hashable, int] = {}
     stack = [function]
     while stack:
         item = stack.pop()
@@ -53,10 +59,12 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
         if kind in _PLAIN:
             key += (kind, item)
             continue
-        if id(item) in seen:
-            key.append(seen[id(item)])
+        # A method is another object whenever it is looked up.
+        identity = (id(item.__func__), id(item.__self__)) if kind is types.MethodType else id(item)
+        if identity in seen:
+            key.append(seen[identity])
             continue
-        seen[id(item)] = len(seen)
+        seen[identity] = len(seen)
         if len(seen) > _KEY_LIMIT or len(stack) > _KEY_LIMIT:
             return None
         if isinstance(item, Tensor):
@@ -65,19 +73,23 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
         elif isinstance(item, torch.jit.ScriptModule):
             return None  # which does not show what it reads
         elif isinstance(item, nn.Module):
-            names = [name for name in item.__dict__ if name not in _OF_MODULES]
+            left_out = getattr(kind, "of_calls", ())
+            names = [name for name in item.__dict__ if name not in _OF_MODULES and name not in left_out]
             key += (kind, *names, *item._parameters, *item._buffers, *item._modules, item.training)
             stack.extend(item.__dict__[name] for name in names)
             stack += (*item._parameters.values(), *item._buffers.values(), *item._modules.values())
             stack += (*item._forward_pre_hooks.values(), *item._forward_hooks.values())
         elif isinstance(item, types.FunctionType):
             key.append(item.__code__)
-            if not item.__module__.startswith("torch."):  # whose functions depend on nothing else
-                stack.extend(_parts(item))
+            if not _of_torch(item):  # whose functions depend on nothing else
+                stack.extend(_read(item))
+        elif isinstance(item, types.MethodType):
+            key.append(kind)
+            stack += (item.__func__, *_attributes(item.__self__, _read_of_self(item.__func__)))
         elif isinstance(item, dict):
             key += (kind, len(item), *(name if type(name) in _PLAIN else id(name) for name in item))
             stack.extend(item.values())
-        elif isinstance(item, (tuple, list, functools.partial, types.MethodType)):
+        elif isinstance(item, (tuple, list, functools.partial)):
             parts = list(_parts(item))
             key += (kind, len(parts))
             stack += parts
@@ -112,6 +124,79 @@ def _parts(item: Any) -> Iterable[Any]:
     if isinstance(item, (type, types.ModuleType)):
         return ()
     return getattr(item, "__dict__", {}).values()
+
+
+def _read(function: types.FunctionType) -> Iterator[Any]:
+    """What a function depends on; of an object that it only reads attributes of, those."""
+    code, names = function.__code__, function.__globals__
+    found = {name: names[name] for name in _names(code) if name in names}
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    found |= {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
+    reads = _reads(code)
+    for name, value in found.items():
+        yield from _attributes(value, reads.get(name))
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+
+
+def _read_of_self(function: Any) -> frozenset[str] | None:
+    """The attributes that a method reads of its object; None if it does something else with it."""
+    if not isinstance(function, types.FunctionType) or _of_torch(function) or not function.__code__.co_argcount:
+        return None
+    return _reads(function.__code__).get(function.__code__.co_varnames[0], frozenset())
+
+
+def _attributes(owner: Any, names: frozenset[str] | None) -> list[Any]:
+    """The attributes of an object with these names; the object where they are not known, or not to be found."""
+    kind: Any = type(owner)
+    usual = kind.__getattribute__ is object.__getattribute__ and hasattr(owner, "__dict__")
+    if names is None or not usual or isinstance(owner, _WHOLE):
+        return [owner]
+    places = [vars(owner)]
+    if isinstance(owner, nn.Module):
+        places += (owner._parameters, owner._buffers, owner._modules)
+    found: list[Any] = [kind]
+    for name in sorted(names):
+        there = [place[name] for place in places if name in place]
+        of_class = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
+        if of_class and isinstance(of_class[0], property) and of_class[0].fget:
+            found.append(types.MethodType(of_class[0].fget, owner))
+        elif there and not (of_class and hasattr(of_class[0], "__set__")):
+            found.append(there[0])
+        elif of_class and isinstance(of_class[0], types.FunctionType) and not _of_torch(of_class[0]):
+            found.append(types.MethodType(of_class[0], owner))
+        elif of_class and type(of_class[0]) in _PLAIN:
+            found.append(of_class[0])
+        else:
+            return [owner]
+    return found
+
+
+def _of_torch(function: types.FunctionType) -> bool:
+    return (function.__module__ or "").startswith("torch.")  # what was made by exec may have no module
+
+
+@functools.cache
+def _reads(code: types.CodeType) -> dict[str, frozenset[str] | None]:
+    """The attributes that code reads of each of its variables; None for a variable with which it does something else."""
+    found: dict[str, set[str] | None] = {}
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("EXTENDED_ARG", "MAKE_CELL", "LOAD_CLOSURE")]
+    for step, following in pairwise(steps):
+        if step.opcode in dis.haslocal or step.opcode in dis.hasfree or step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            # Newer interpreters load two variables at once: the second is what an attribute is read of.
+            *others, name = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            found |= dict.fromkeys(others)
+            attribute = step.opname.startswith("LOAD") and following.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            known = found.setdefault(name, set())
+            if not attribute:
+                found[name] = None
+            elif known is not None:
+                known.add(following.argval)
+    for inside in (constant for constant in code.co_consts if isinstance(constant, types.CodeType)):
+        for name, names in _reads(inside).items():
+            if name not in (*inside.co_varnames, *inside.co_cellvars):
+                known = found.setdefault(name, set())
+                found[name] = None if known is None or names is None else known | names
+    return {name: None if names is None else frozenset(names) for name, names in found.items()}
 
 
 @functools.cache

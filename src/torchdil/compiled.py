@@ -112,11 +112,12 @@ def scripted(function: Function, tensors: Sequence[Tensor], others: Sequence[Ten
     def inputs() -> tuple[Tensor, ...]:
         return (*(t.clone() for t in tensors), *others)
 
-    # Not a module: that would keep the example.
-    graph = torch.jit.trace(lambda *inputs: function(*inputs), inputs(), check_trace=False)
+    # As `torch.jit.trace` does, which would keep the function for ever; and not of a module, which would keep the example.
+    graph, _ = torch._C._create_graph_by_tracing(lambda *inputs: function(*inputs), inputs(), lambda _: "", True, False)
+    compiled: Function = torch._C._create_function_from_graph("forward", graph)
     for _ in range(2):  # it is optimised in its first runs
-        graph(*inputs())
-    return graph
+        compiled(*inputs())
+    return compiled
 
 
 def _lifted(traced: Any) -> tuple[Any, list[Tensor]]:

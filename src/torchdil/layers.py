@@ -34,7 +34,22 @@ class LastSolution:
     first: Any
 
 
-class _Layer(nn.Module):
+class Reporting(nn.Module):
+    """A module that keeps the report of its last call.
+
+    Attributes:
+        report: it.
+        of_calls: the attributes that calls leave behind: copies do not take them along, and no trace depends on them.
+    """
+
+    of_calls: ClassVar = frozenset({"report", "_last"})
+    report: Report | None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, **dict.fromkeys(self.of_calls & self.__dict__.keys())}
+
+
+class _Layer(Reporting):
     """What the three layers share.
 
     `layer(x, y0=None)` calls the function as fn(y, x), or as fn(y) where x is None, and returns y. The start is `y0` if
@@ -69,7 +84,7 @@ class _Layer(nn.Module):
         self.linear_solver = linear_solver
         self.init = init
         self.on_failure: FailurePolicy = on_failure
-        self.report: Report | None = None
+        self.report = None
         self._last: Any = None
 
     @eager
@@ -104,10 +119,6 @@ class _Layer(nn.Module):
         if init is None:
             raise ValueError("A start is missing: give the layer init=(a shape or a callable of x), or pass y0 in the call.")
         return _initial(init, x)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # What the last call left behind belongs to this object, not to its copies.
-        return {**self.__dict__, "report": None, "_last": None}
 
     def extra_repr(self) -> str:
         """The settings, for print(layer)."""

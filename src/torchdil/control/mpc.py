@@ -12,6 +12,7 @@ from torchdil.batch import Layout
 from torchdil.control.ddp import DDP
 from torchdil.control.plan import Cost, Dynamics, Plan, Planning, Terminal
 from torchdil.control.riccati import Riccati
+from torchdil.layers import Reporting
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import eager, observed_by, transforms_active
 from torchdil.solution import FailurePolicy, Report, check_policy
@@ -32,7 +33,7 @@ class Rollout(NamedTuple):
     controls: Tensor
 
 
-class MPC(nn.Module):
+class MPC(Reporting):
     """u = argmin Σ_{t<H} c(x_t, u_t) + c_f(x_H) with x_{t+1} = h(x_t, u_t), x_0 = x_obs, as a layer.
 
     Gradients reach x_obs, the parameters of dynamics and cost and whatever else these use; a control that presses against a
@@ -95,7 +96,7 @@ class MPC(nn.Module):
                 setattr(self, name, bound)
         self.solver, self.linear_solver = solver, linear_solver
         self.on_failure: FailurePolicy = on_failure
-        self.report: Report | None = None
+        self.report = None
         self._last: Tensor | None = None
 
     @property
@@ -221,10 +222,6 @@ class MPC(nn.Module):
         if u0.dtype != x.dtype or u0.device != x.device:
             raise TypeError(f"u0 must be like x_obs ({x.dtype}, {x.device}), got {u0.dtype}, {u0.device}.")
         return u0.unsqueeze(0) if single else u0
-
-    def __getstate__(self) -> dict[str, Any]:
-        # What the last call left behind belongs to this object, not to its copies.
-        return {**self.__dict__, "report": None, "_last": None}
 
     def extra_repr(self) -> str:
         """The settings, for print(mpc)."""

@@ -6,22 +6,23 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchdil.batch import map_tensors
+from torchdil.layers import Reporting
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import eager
 from torchdil.ode.equation import Options
 from torchdil.ode.methods import Method, method_of
 from torchdil.ode.odeint import GRADIENTS, solve
-from torchdil.solution import FailurePolicy, Report, check_policy
+from torchdil.solution import FailurePolicy, check_policy
 from torchdil.solvers.base import Solver
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class NeuralODE(nn.Module):
+class NeuralODE(Reporting):
     """y = node(y0, t) at the times t, with dy/dt = field(t, y) and y(t[0]) = y0, as a layer: (T, *y0.shape).
 
     Args:
@@ -85,7 +86,7 @@ class NeuralODE(nn.Module):
         self.options = options
         self.on_failure: FailurePolicy = on_failure
         self.verbose = verbose
-        self.report: Report | None = None
+        self.report = None
 
     @eager
     def forward(self, y0: Any, t: Tensor) -> Any:
@@ -107,10 +108,6 @@ class NeuralODE(nn.Module):
         )
         self.report = solution.report
         return solution.value
-
-    def __getstate__(self) -> dict[str, Any]:
-        # What the last call left behind belongs to this object, not to its copies.
-        return {**self.__dict__, "report": None}
 
     def extra_repr(self) -> str:
         """The settings, for print(node)."""

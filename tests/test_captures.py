@@ -1,0 +1,180 @@
+"""What a key of a function depends on where the function is part of something larger, a model for example."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import torchdil as dil
+from torchdil import traced
+from torchdil.captures import signature
+
+
+class Model(nn.Module):
+    """A layer is part of it, and the layer's function is a method of it."""
+
+    offset = 0.25
+
+    def __init__(self, linear_solver=None):
+        super().__init__()
+        self.linear = nn.Linear(3, 3, dtype=torch.float64)
+        self.layer = dil.FixedPointLayer(self.step, init=(3,), linear_solver=linear_solver)
+        self.scale, self.losses, self.calls = 0.5, [], 0
+
+    @property
+    def shift(self):
+        return self.offset * self.scale
+
+    def activation(self, y):
+        return torch.tanh(y)
+
+    def step(self, y, x):
+        return self.scale * self.activation(self.linear(y) + x) + self.shift
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def helper(model, y):
+    return y * model.scale
+
+
+CHANGES = {
+    "number": lambda model: setattr(model, "scale", 0.4),
+    "number of the class": lambda model: setattr(model, "offset", 0.1),
+    "method": lambda model: setattr(model, "activation", torch.sin),
+    "module": lambda model: setattr(model, "linear", nn.Linear(3, 3, bias=False, dtype=torch.float64)),
+    "precision": lambda model: model.linear.float(),
+    "frozen": lambda model: model.linear.weight.requires_grad_(False),
+}
+NO_CHANGES = {
+    "a list": lambda model: model.losses.append(0.5),
+    "a count": lambda model: setattr(model, "calls", model.calls + 1),
+    "a call": lambda model: model(torch.ones(2, 3, dtype=torch.float64)),
+    "other values": lambda model: model.linear.weight.data.mul_(0.5),
+    "something large": lambda model: setattr(model, "trainer", [object() for _ in range(5000)]),
+}
+FORMS = {
+    "method": lambda model: model.step,
+    "partial": lambda model: functools.partial(model.step),
+    "lambda": lambda model: lambda y, x: model.step(y, x),
+    "inside": lambda model: lambda y, x: sum(model.step(y, x) for _ in range(2)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_method_reads_is_in_the_key(form, change):
+    model = Model()
+    function = FORMS[form](model)
+    tensors, before = signature(function)
+    assert {id(t) for t in tensors} >= {id(t) for t in model.linear.parameters()}
+    CHANGES[change](model)
+    assert signature(FORMS[form](model))[1] != before
+    assert signature(FORMS[form](Model()))[1] == before
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("change", NO_CHANGES)
+def test_what_it_does_not_read_is_not(form, change):
+    model = Model()
+    before = signature(FORMS[form](model))[1]
+    NO_CHANGES[change](model)
+    assert signature(FORMS[form](model))[1] == before
+
+
+WHOLE = {
+    "passed on": lambda model: lambda y: helper(model, y),
+    "called": lambda model: lambda y: model(y),
+    "by getattr": lambda model: lambda y: getattr(model, "scale") * y,  # noqa: B009
+    "by a method of torch": lambda model: lambda y: y * next(model.parameters()).sum(),
+    "written to": lambda model: lambda y: setattr(model, "seen", y),
+}
+
+
+@pytest.mark.parametrize("form", WHOLE)
+def test_an_object_that_is_used_otherwise_is_in_the_key_as_a_whole(form):
+    model = Model()
+    function = WHOLE[form](model)
+    before = signature(function)[1]
+    model.losses.append(0.5)
+    assert signature(function)[1] != before
+
+
+class Doubled:
+    """An attribute that is not what is in `__dict__`."""
+
+    def __get__(self, owner, kind=None):
+        return 2 * owner.__dict__["held"]
+
+    def __set__(self, owner, value):
+        owner.__dict__["held"] = value
+
+
+class Strange:
+    value = Doubled()
+
+    def __init__(self):
+        self.value = 1.0
+        self.__dict__["value"] = 0.0
+
+    def __getattr__(self, name):
+        return self.__dict__["held"]
+
+
+@pytest.mark.parametrize("function", [lambda o: lambda y: y * o.value, lambda o: lambda y: y * o.missing])
+def test_attributes_that_are_worked_out(function):
+    strange = Strange()
+    before = signature(function(strange))[1]
+    strange.value = 3.0
+    assert signature(function(strange))[1] != before
+
+
+def test_a_function_without_a_module():
+    names = {"scale": 2.0}
+    exec("def double(y):\n    return scale * y", names)
+    assert names["double"].__module__ is None
+    key = signature(names["double"])[1]
+    names["scale"] = 3.0
+    assert signature(names["double"])[1] != key
+
+
+def test_methods_that_call_each_other():
+    class Loop:
+        def first(self, y):
+            return self.second(y) if y.sum() > 0 else y
+
+        def second(self, y):
+            return self.first(y - 1)
+
+    assert signature(Loop().first)[1] == signature(Loop().first)[1] is not None
+
+
+@pytest.mark.parametrize("linear_solver", [dil.GMRES(rtol=1e-12), dil.Dense(), dil.NormalCG(rtol=1e-13)], ids=repr)
+def test_a_model_with_a_layer_of_its_own_method_is_traced_once(linear_solver):
+    """Though each call leaves another report, and the model keeps count; and gradients are those of a plain function."""
+    traced.forget_all()
+    torch.manual_seed(0)
+    model = Model(linear_solver)
+    for call in range(40):
+        x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+        loss = (model(x) ** 2).sum()
+        found = torch.autograd.grad(loss, [x, *model.linear.parameters()])
+        model.losses.append(loss.item())
+        model.calls += 1
+        other = copy.deepcopy(model.linear).requires_grad_()
+        plain = dil.FixedPointLayer(
+            lambda y, x, other=other: 0.5 * torch.tanh(other(y) + x) + 0.125, init=(3,), linear_solver=dil.Dense()
+        )
+        if call % 8 == 0:
+            expected = torch.autograd.grad((plain(x) ** 2).sum(), [x, *other.parameters()])
+            torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+        if call == 30:  # seen, though it was traced with another number
+            model.scale, model.offset = 0.25, 0.5
+            y = model(x)
+            step = 0.25 * torch.tanh(model.linear(y) + x) + 0.125
+            torch.testing.assert_close(y, step, rtol=1e-6, atol=1e-7)
+            model.scale, model.offset = 0.5, 0.25
+    assert len([memory for memory in traced._memories.values() if memory.trace is not None and memory.solves > 30]) == 1
