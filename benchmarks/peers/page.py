@@ -68,12 +68,13 @@ is traced (`torchdil.traced`), and from then on products are made by what is lef
 All of it together, the backward pass not traced over traced: {_gain(results)}, each problem in the column "not traced".
 
 What a function reads, its tensors, numbers, code and classes, is looked at in every call, and a change of anything but the
-tensors is another trace. That leaves what cannot be seen, a number in a file for example. So F by the trace is compared with F,
-which was evaluated anyway, at every solve; and the solution of the linear system is checked by one product of autograd at the
-first three solves with a trace and at every tenth. If either does not fit, the trace is given up and the system is solved
-again; where solves before this one were not checked, a warning says so. `torch.use_deterministic_algorithms(True)`, or a
-linear solver with `product="backward"`, keeps a layer from being traced: rounding then does not depend on how often it was
-called before.
+tensors is another trace. Of an object whose attributes it reads, only those count: where the function of a layer is a method
+of the model that the layer is part of, the losses, counters and optimizers that the model keeps make no difference. That
+leaves what cannot be seen, a number in a file for example. So F by the trace is compared with F, which was evaluated anyway,
+at every solve; and the solution of the linear system is checked by one product of autograd at the first three solves with a
+trace and at every tenth. If either does not fit, the trace is given up and the system is solved again; where solves before
+this one were not checked, a warning says so. `torch.use_deterministic_algorithms(True)`, or a linear solver with
+`product="backward"`, keeps a layer from being traced: rounding then does not depend on how often it was called before.
 
 ## Growth
 
@@ -310,7 +311,7 @@ def _short(results: dict[str, Any]) -> str:
                 if reached >= wanted:
                     met += 1
                     continue
-                most = f", {tables.short(reached * _at_best(one))} at best" if _at_best(one) else ""
+                most = f", {tables.short(reached * max(1.0, _at_best(one)))} at best" if _at_best(one) else ""
                 missed.append(f"- {one['label']} against {NAMES[system]}: {tables.short(reached)} (goal {wanted:g}{most})")
         listed = "\n".join(missed or ["- none"])
         blocks.append(f"{WHERE[name]}: {met} of {met + len(missed)} goals are met. Missed:\n\n{listed}")
