@@ -81,6 +81,15 @@ def pytest_collectstart(collector):
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Tests that share something their module makes once go to one process."""
+    for item in items:
+        used = [made for name in item.fixturenames for made in item._fixtureinfo.name2fixturedefs.get(name, ())]
+        if any(made.scope == "module" for made in used) and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     _go_where(item)
 

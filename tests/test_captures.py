@@ -1,8 +1,11 @@
 """What a key of a function depends on where the function is part of something larger, a model for example."""
 
 import copy
+import dataclasses
 import functools
+import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -101,6 +104,179 @@ def test_an_object_that_is_used_otherwise_is_in_the_key_as_a_whole(form):
     before = signature(function)[1]
     model.losses.append(0.5)
     assert signature(function)[1] != before
+
+
+class Inherited(Model):
+    def step(self, y, x):
+        return 2 * super().step(y, x)
+
+
+class InheritedProperty(Model):
+    @property
+    def shift(self):
+        return 2 * super().shift
+
+
+class Unnamed(Model):
+    def step(self, y, x):
+        return locals()["self"].scale * y
+
+
+class Parameters(Model):
+    def __getattr__(self, name):
+        found = super().__getattr__(name)
+        return found if name != "linear" else lambda y: self.__dict__["scale"] * found(y)
+
+    def step(self, y, x):
+        return self.linear(y)
+
+
+class Kept(property):
+    """Evaluated once."""
+
+    def __get__(self, owner, kind=None):
+        return owner.__dict__.setdefault("scale", self.fget(owner))
+
+
+class KeptProperty(Model):
+    factor = Kept(lambda self: 1.0)
+
+    def step(self, y, x):
+        return self.factor * y
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+    def __init__(self):
+        self.scale = 0.5
+
+    def step(self, y, x):
+        return self.scale * y
+
+
+@dataclasses.dataclass(slots=True)
+class Settings:
+    scale: float = 0.5
+
+
+class Passed:
+    """By a function inside."""
+
+    def __init__(self):
+        self.scale = 0.5
+
+    def step(self, y, x):
+        def inside(z):
+            hidden = [self + 1 for self in range(2)]
+            return helper(whole(), z) * len(hidden)
+
+        def whole():
+            return self
+
+        return inside(y)
+
+
+def by_settings(settings):
+    return lambda y, x: settings.scale * y
+
+
+SCALED = {
+    "super": (Inherited, lambda model: model.step),
+    "super in a lambda": (Inherited, lambda model: lambda y, x: model.step(y, x)),
+    "super in a property": (InheritedProperty, lambda model: model.step),
+    "locals": (Unnamed, lambda model: model.step),
+    "__getattr__ of its own": (Parameters, lambda model: model.step),
+    "a kind of property": (KeptProperty, lambda model: model.step),
+    "slots": (Slots, lambda thing: thing.step),
+    "slots of settings": (Settings, by_settings),
+    "passed on inside": (Passed, lambda thing: thing.step),
+    "attributes of attributes": (Passed, lambda thing: by_settings(types.SimpleNamespace(scale=thing))),
+}
+
+
+@pytest.mark.parametrize("case", SCALED)
+def test_however_a_number_is_read_it_is_in_the_key(case):
+    kind, function = SCALED[case]
+    thing = kind()
+    read = function(thing)
+    _, before = signature(read)
+    assert signature(read)[1] == before
+    thing.scale = 0.4
+    assert signature(read)[1] != before
+
+
+def test_parameters_are_found_behind_super():
+    model = Inherited()
+    assert {id(t) for t in signature(model.step)[0]} >= {id(t) for t in model.linear.parameters()}
+
+
+scale = 0.5
+settings = types.SimpleNamespace(scale=0.5)
+
+
+def test_globals_and_variables_of_one_name_are_two(monkeypatch):
+    def make(scale):
+        def outer(y):
+            def inside():
+                global scale
+                return scale * y
+
+            return inside() + scale
+
+        return outer
+
+    def hidden(y):
+        def inside(settings):
+            def innermost():
+                global settings
+                return helper(settings, y)
+
+            return innermost() + settings.scale
+
+        return inside(Settings())
+
+    keys = [signature(make(2.0))[1], signature(make(3.0))[1], signature(hidden)[1]]
+    monkeypatch.setitem(globals(), "scale", 0.4)
+    monkeypatch.setattr(settings, "scale", 0.4)
+    others = [signature(make(2.0))[1], signature(make(3.0))[1], signature(hidden)[1]]
+    assert len({*keys, *others}) == 6
+
+
+def test_numbers_of_modules_and_of_numpy():
+    conf = types.ModuleType("conf")
+    conf.alpha = 0.5
+    function = lambda y: conf.alpha * y  # noqa: E731
+    before = signature(function)[1]
+    conf.alpha = 0.4
+    assert signature(function)[1] != before
+    keys = {signature(by_settings(Settings(np.float32(value))))[1] for value in (0.1, 0.2, 0.3, 0.1)}
+    assert len(keys) == 3
+
+
+class Counted(Model):
+    calls_of_all = 0
+    weights = [0.5]  # noqa: RUF012
+
+    @staticmethod
+    def twice(y):
+        return scale * y
+
+    def step(self, y, x):
+        return self.weights[0] * self.twice(y)
+
+
+def test_of_a_class_too_only_what_is_read_counts(monkeypatch):
+    model = Counted()
+    before = signature(model.step)[1]
+    monkeypatch.setattr(Counted, "calls_of_all", 1)
+    assert signature(model.step)[1] == before
+    monkeypatch.setattr(Counted, "weights", [0.4])
+    assert signature(model.step)[1] != before
+    monkeypatch.undo()
+    assert signature(model.step)[1] == before
+    monkeypatch.setitem(globals(), "scale", 0.4)
+    assert signature(model.step)[1] != before
 
 
 class Doubled:

@@ -537,11 +537,13 @@ def test_large_tensors_that_cannot_be_found_are_not_kept():
     class Slots:
         __slots__ = ("data",)
 
+    def stated(y, x):
+        return ((y - x) ** 2).sum(-1) + functional.softplus(y @ (W + getattr(hidden, "data"))).sum(-1)  # noqa: B009
+
     hidden, W = Slots(), draw(0, 40, 40).requires_grad_()
     hidden.data = draw(1, 40, 40)
     for seed in range(CALLS):
         x = draw(seed, 3, 40).requires_grad_()
-        stated = lambda y, x: ((y - x) ** 2).sum(-1) + functional.softplus(y @ (W + hidden.data)).sum(-1)  # noqa: E731
         dil.argmin(stated, torch.zeros_like(x), (x,)).value.sum().backward()
     assert not traces() and all(memory.refused for memory in traced._memories.values())
 

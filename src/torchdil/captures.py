@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,9 +18,14 @@ _SEARCH_LIMIT = 20_000
 # A key is made at every call, and must cost no more than it can save.
 _KEY_LIMIT = 1000
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+_NUMBERS = (int, float, complex, np.number)
 _OF_OTHERS = {"builtins", "torch", "numpy"}
 # What every module has, and what does not change what it computes.
 _OF_MODULES = frozenset(nn.Module().__dict__)
+# Ways to use variables without a name, and operations on names that are not of a function.
+_SEEING = frozenset({"super", "locals", "vars", "dir", "eval", "exec"})
+_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+_MISSING = object()
 # What has no attributes that a function would read one of, or does not show which.
 _WHOLE: tuple[type, ...] = (Tensor, type, tuple, list, dict, functools.partial, torch.jit.ScriptModule)
 _WHOLE += (types.ModuleType, types.FunctionType, types.MethodType)
@@ -56,7 +62,7 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
     while stack:
         item = stack.pop()
         kind = type(item)
-        if kind in _PLAIN:
+        if kind in _PLAIN or isinstance(item, _NUMBERS):
             key += (kind, item)
             continue
         # A method is another object whenever it is looked up.
@@ -73,7 +79,7 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
         elif isinstance(item, torch.jit.ScriptModule):
             return None  # which does not show what it reads
         elif isinstance(item, nn.Module):
-            left_out = getattr(kind, "of_calls", ())
+            left_out = getattr(kind, "_left_by_calls", ())
             names = [name for name in item.__dict__ if name not in _OF_MODULES and name not in left_out]
             key += (kind, *names, *item._parameters, *item._buffers, *item._modules, item.training)
             stack.extend(item.__dict__[name] for name in names)
@@ -128,13 +134,13 @@ def _parts(item: Any) -> Iterable[Any]:
 
 def _read(function: types.FunctionType) -> Iterator[Any]:
     """What a function depends on; of an object that it only reads attributes of, those."""
-    code, names = function.__code__, function.__globals__
-    found = {name: names[name] for name in _names(code) if name in names}
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    found |= {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
-    reads = _reads(code)
-    for name, value in found.items():
-        yield from _attributes(value, reads.get(name))
+    code, reads = function.__code__, _reads(function.__code__)
+    for (everywhere, name), names in reads.items():
+        if everywhere and name in function.__globals__:
+            yield from _attributes(function.__globals__[name], names)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if cell != types.CellType():
+            yield from _attributes(cell.cell_contents, reads.get((False, name)))
     yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
 
@@ -142,30 +148,35 @@ def _read_of_self(function: Any) -> frozenset[str] | None:
     """The attributes that a method reads of its object; None if it does something else with it."""
     if not isinstance(function, types.FunctionType) or _of_torch(function) or not function.__code__.co_argcount:
         return None
-    return _reads(function.__code__).get(function.__code__.co_varnames[0], frozenset())
+    return _reads(function.__code__).get((False, function.__code__.co_varnames[0]), frozenset())
 
 
 def _attributes(owner: Any, names: frozenset[str] | None) -> list[Any]:
     """The attributes of an object with these names; the object where they are not known, or not to be found."""
     kind: Any = type(owner)
-    usual = kind.__getattribute__ is object.__getattribute__ and hasattr(owner, "__dict__")
-    if names is None or not usual or isinstance(owner, _WHOLE):
+    if names and kind is types.ModuleType:  # its functions are known by their names, its numbers are not
+        held = (vars(owner).get(name) for name in sorted(names))
+        return [owner, *(value for value in held if type(value) in _PLAIN or isinstance(value, Tensor))]
+    if names is None or isinstance(owner, _WHOLE) or kind.__getattribute__ is not object.__getattribute__:
         return [owner]
-    places = [vars(owner)]
-    if isinstance(owner, nn.Module):
+    places = [getattr(owner, "__dict__", {})]
+    if isinstance(owner, nn.Module) and kind.__getattr__ is nn.Module.__getattr__:
         places += (owner._parameters, owner._buffers, owner._modules)
-    found: list[Any] = [kind]
+    found: list[Any] = []
     for name in sorted(names):
-        there = [place[name] for place in places if name in place]
-        of_class = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
-        if of_class and isinstance(of_class[0], property) and of_class[0].fget:
-            found.append(types.MethodType(of_class[0].fget, owner))
-        elif there and not (of_class and hasattr(of_class[0], "__set__")):
-            found.append(there[0])
-        elif of_class and isinstance(of_class[0], types.FunctionType) and not _of_torch(of_class[0]):
-            found.append(types.MethodType(of_class[0], owner))
-        elif of_class and type(of_class[0]) in _PLAIN:
-            found.append(of_class[0])
+        value = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), _MISSING)
+        if type(value) is property and value.fget is not None:
+            found.append(types.MethodType(value.fget, owner))
+        elif not hasattr(value, "__set__") and (there := [place for place in places if name in place]):
+            found.append(there[0][name])
+        elif isinstance(value, types.FunctionType) and not _of_torch(value):
+            found.append(types.MethodType(value, owner))
+        elif isinstance(value, staticmethod):
+            found.append(value.__func__)
+        elif isinstance(value, types.MemberDescriptorType) and hasattr(owner, name):
+            found.append(getattr(owner, name))
+        elif value is not _MISSING and not hasattr(value, "__get__"):
+            found.append(value)
         else:
             return [owner]
     return found
@@ -175,31 +186,38 @@ def _of_torch(function: types.FunctionType) -> bool:
     return (function.__module__ or "").startswith("torch.")  # what was made by exec may have no module
 
 
-@functools.cache
-def _reads(code: types.CodeType) -> dict[str, frozenset[str] | None]:
-    """The attributes that code reads of each of its variables; None for a variable with which it does something else."""
-    found: dict[str, set[str] | None] = {}
-    steps = [step for step in dis.get_instructions(code) if step.opname not in ("EXTENDED_ARG", "MAKE_CELL", "LOAD_CLOSURE")]
+@functools.lru_cache(maxsize=4096)
+def _reads(code: types.CodeType) -> dict[tuple[bool, str], frozenset[str] | None]:
+    """The attributes that code reads of each variable, (global or not, name); None for one that it uses in other ways."""
+    cells = {*code.co_cellvars, *code.co_freevars}
+    found: dict[tuple[bool, str], frozenset[str] | None] = {}
+    if _SEEING.intersection(code.co_names):  # variables that are not named
+        found = {(False, name): None for name in (*code.co_varnames, *cells)}
+
+    def note(everywhere: bool, name: str, names: Iterable[str] | None) -> None:
+        known = found.get((everywhere, name), frozenset())
+        found[everywhere, name] = None if known is None or names is None else known.union(names)
+
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     for step, following in pairwise(steps):
-        if step.opcode in dis.haslocal or step.opcode in dis.hasfree or step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            # Newer interpreters load two variables at once: the second is what an attribute is read of.
-            *others, name = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-            found |= dict.fromkeys(others)
-            attribute = step.opname.startswith("LOAD") and following.opname in ("LOAD_ATTR", "LOAD_METHOD")
-            known = found.setdefault(name, set())
-            if not attribute:
-                found[name] = None
-            elif known is not None:
-                known.add(following.argval)
+        everywhere = step.opname in _GLOBAL
+        local = step.opcode in dis.haslocal  # of a cell it is the cell that is loaded, for a function inside
+        if everywhere or local or (step.opcode in dis.hasfree and step.opname not in ("MAKE_CELL", "LOAD_CLOSURE")):
+            # Newer interpreters use two variables at once: an attribute can only be read of the second.
+            *others, last = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            loaded = step.opname.rfind("LOAD") > step.opname.rfind("STORE") and "CLEAR" not in step.opname
+            read = [following.argval] if loaded and following.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
+            for name, attributes in (*((other, None) for other in others), (last, read)):
+                if not (local and name in cells):
+                    note(everywhere, name, attributes)
     for inside in (constant for constant in code.co_consts if isinstance(constant, types.CodeType)):
-        for name, names in _reads(inside).items():
-            if name not in (*inside.co_varnames, *inside.co_cellvars):
-                known = found.setdefault(name, set())
-                found[name] = None if known is None or names is None else known | names
-    return {name: None if names is None else frozenset(names) for name, names in found.items()}
+        for (everywhere, name), names in _reads(inside).items():
+            if everywhere or name in inside.co_freevars:
+                note(everywhere, name, names)
+    return found
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> list[str]:
     """The names that a function looks up, functions defined inside it included."""
     inside = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant)]

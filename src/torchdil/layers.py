@@ -39,14 +39,14 @@ class Reporting(nn.Module):
 
     Attributes:
         report: it.
-        of_calls: the attributes that calls leave behind: copies do not take them along, and no trace depends on them.
     """
 
-    of_calls: ClassVar = frozenset({"report", "_last"})
+    # What copies do not take along, and no trace depends on.
+    _left_by_calls: ClassVar = frozenset({"report", "_last"})
     report: Report | None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, **dict.fromkeys(self.of_calls & self.__dict__.keys())}
+        return {**self.__dict__, **dict.fromkeys(self._left_by_calls & self.__dict__.keys())}
 
 
 class _Layer(Reporting):
