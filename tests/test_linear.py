@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchdil as dil
+from torchdil import batch
 from torchdil.linear import (
     CG,
     GMRES,
@@ -724,3 +725,18 @@ def test_cg_at_once_sees_negative_curvature():
     A = torch.diag(torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)).unsqueeze(0)
     _, good = at_once(dil.CG(), A, torch.ones(1, 3, dtype=torch.float64), torch.ones(1, 3, dtype=torch.float64), 3)
     assert not bool(good)
+
+
+def test_the_residual_of_gmres_in_one_piece_is_that_of_its_answer(monkeypatch):
+    """Which is not found by a product, and is right though the basis is far from orthogonal."""
+    n, steps, bases, combine = 40, 32, [], batch.combine
+    monkeypatch.setattr(batch, "combine", lambda A, c: bases.append(A) or combine(A, c))
+    left, right = (torch.linalg.qr(draw(seed, 3, n, n))[0] for seed in (0, 1))
+    A, rhs = left * torch.logspace(0, -9, n, dtype=torch.float64) @ right, draw(2, 3, n)
+    x, _, _, residual, *_ = GMRES()._all_steps(steps, lambda p: (A @ p.unsqueeze(2)).squeeze(2), rhs, rhs)
+    true = torch.linalg.vector_norm(rhs - (A @ x.unsqueeze(2)).squeeze(2), dim=1)
+    rounding = 1e-14 * (torch.linalg.vector_norm(x, dim=1) + torch.linalg.vector_norm(rhs, dim=1))
+    assert ((residual - true).abs() <= rounding).all()
+    assert (true < 0.9 * torch.linalg.vector_norm(rhs, dim=1)).all()
+    overlap = bases[0] @ bases[0].mT - torch.eye(steps, dtype=torch.float64)
+    assert overlap.abs().max() > 1e-6

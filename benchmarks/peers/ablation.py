@@ -23,7 +23,7 @@ from benchmarks.peers import system_torchdil
 from benchmarks.peers.compare import RESULTS, solved
 from benchmarks.peers.problems import Problem, problems
 from benchmarks.timing import one_core
-from torchdil import batch, convolve, linearize, traced
+from torchdil import batch, convolve, linearize, matvec, traced
 from torchdil.implicit import Condition
 from torchdil.linear import auto, cg
 from torchdil.solution import Report
@@ -75,6 +75,7 @@ WITHOUT: dict[str, tuple[list[Any], tuple[str, ...]]] = {
     "convolutions": ([patch.object(convolve, "chosen", _torchs)], ("cuda",)),
     "reports": ([patch.object(Report, "backward_by", _at_once)], ("cpu", "cuda")),
     "rows": ([patch.object(batch, "rows", _rows)], ("cpu",)),
+    "matrices": ([patch.object(matvec, "_LARGE", 2**62)], ("cpu",)),
 }
 
 

@@ -116,6 +116,7 @@ _TRIED = (
     ("numbers of a step of CG as numbers of Python, for one problem on a CPU", "numbers", "-", ""),
     ("batches on a CPU by CG, and not directly, from 2¹⁴ numbers in J on", "few direct", "-", ""),
     ("inner products of GMRES with its basis as x Vᵀ and not as V x", "rows", "-", ""),
+    ("a vector times a matrix that no cache holds, read at the speed of the memory (CPU)", "matrices", "-", ""),
     (
         "`torch.compile` of product and updates",
         "",
@@ -316,12 +317,11 @@ def _short(results: dict[str, Any]) -> str:
         listed = "\n".join(missed or ["- none"])
         blocks.append(f"{WHERE[name]}: {met} of {met + len(missed)} goals are met. Missed:\n\n{listed}")
     blocks.append(
-        "*At best*: what the ratio would be if the backward pass took no longer than its products and torch's own part of it. "
-        "A goal beyond that is out of reach for any layer of torch on that machine. On the CPU most of these are products of a "
-        "large matrix "
-        "and one vector, which the BLAS of torch makes more slowly than that of JAX; a gradient as large as such a matrix also "
-        "costs fresh memory, as much as several products; and for few unknowns a call of Python costs more than a compiled "
-        "solve. On the GPU a solve is one launch, but of some twenty kernels a step, where XLA makes a few."
+        "*At best*: what the ratio would be if the backward pass took no longer than its products and torch's own part of it."
+        " A goal beyond that is out of reach for any layer of torch on that machine. On the CPU a call of Python costs more "
+        "than a compiled solve for few unknowns; a matrix that the caches hold times a vector takes the BLAS of torch longer "
+        "than that of JAX; and a gradient as large as a matrix of weights costs fresh memory, as much as several products. On"
+        " the GPU a solve is one launch, but of some twenty kernels a step, where XLA makes a few."
     )
     return "\n\n".join(blocks)
 

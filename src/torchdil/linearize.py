@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torchdil.matvec import INSTEAD, mm
+
 aten = torch.ops.aten
 
 # Elementwise derivatives op(g, ...), linear in their first argument.
@@ -41,7 +43,7 @@ _RESHAPED = {aten.squeeze_.dim, aten.squeeze_.default, aten.unsqueeze_.default, 
 _CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 # Their results are nobody else's.
-_FRESH = {aten.mm.default, aten.addmm.default, aten.addmm_.default}
+_FRESH = {mm, aten.mm.default, aten.addmm.default, aten.addmm_.default}
 
 Coefficient = float | fx.Node
 
@@ -104,6 +106,8 @@ def split(function: Callable[..., Sequence[Sequence[Tensor]]], y: Tensor, *vecto
 
         for part in parts:
             fuse(part.graph)
+    for node in (node for part in parts for node in part.graph.nodes):
+        node.target = INSTEAD.get(node.target, node.target)
     return Split(prelude.module(saved), [part.linear() for part in parts], prelude.tensors())
 
 

@@ -131,7 +131,7 @@ class GMRES(LinearSolver):
             history, size, way = [*noted[0].unbind(1)[:-1], residual], noted[1], _Way(*noted[2:])
             evidence = way.evidence(history[0], size if transpose else None, history)
             method, spectrum = f"GMRES({self.restart})", Matrix(way.H)
-            return Stats(method, steps, residual, tolerance, expected + 1, history, spectrum, evidence=evidence)
+            return Stats(method, steps, residual, tolerance, expected, history, spectrum, evidence=evidence)
 
         return AtOnce(("GMRES", self.damping, self.rtol, self.atol, expected), routine, stats)
 
@@ -142,19 +142,23 @@ class GMRES(LinearSolver):
         """
         samples, n = rhs.shape
         beta, tiny = batch.norm(rhs), torch.finfo(rhs.dtype).tiny
-        V, H = rhs.new_empty(samples, m + 1, n), rhs.new_zeros(samples, m + 1, m)
-        V[:, 0] = rhs / beta.clamp_min(tiny).unsqueeze(1)
+        # A vector of all samples is one piece of memory, written once.
+        vectors, H = rhs.new_empty(m + 1, samples, n), rhs.new_zeros(samples, m + 1, m)
+        V = vectors.transpose(0, 1)
+        torch.div(rhs, beta.clamp_min(tiny).unsqueeze(1), out=vectors[0])
         for k in range(m):
-            w, H[:, : k + 1, k] = _projected(system(V[:, k]), V[:, : k + 1])
+            w, H[:, : k + 1, k] = _projected(system(vectors[k]), V[:, : k + 1])
             below = batch.norm(w)
             H[:, k + 1, k] = below
-            V[:, k + 1] = w / below.clamp_min(tiny).unsqueeze(1)
+            torch.div(w, below.clamp_min(tiny).unsqueeze(1), out=vectors[k + 1])
         nothing = torch.where(beta > 0, 0.0, 1.0)[:, None, None]  # to solve: then any R will do
         L, info = torch.linalg.cholesky_ex(H.mT @ H + nothing * torch.eye(m, dtype=rhs.dtype, device=rhs.device))
         inverse = _inverse(L.mT)
         g = beta.unsqueeze(1) * (inverse.mT @ H[:, 0].unsqueeze(2)).squeeze(2)
-        x = batch.combine(V[:, :m], batch.rows(inverse, g))
-        residual, tolerance = batch.norm(rhs - system(x)), self.tolerance(rhs)
+        u = batch.rows(inverse, g)
+        x = batch.combine(V[:, :m], u)
+        # A V = V H holds to rounding, however far V is from orthogonal: another product would tell nothing else.
+        residual, tolerance = batch.norm(rhs - batch.combine(V, batch.rows(H, u))), self.tolerance(rhs)
         # Each step multiplies the residual by the sine of its Givens rotation.
         sines = torch.diagonal(H, -1, dim1=1, dim2=2) / torch.diagonal(L, dim1=1, dim2=2)
         history = beta.unsqueeze(1) * torch.nn.functional.pad(sines.cumprod(dim=1), (1, 0), value=1.0)
