@@ -261,9 +261,9 @@ def _floor(one: dict[str, Any]) -> float:
 
 
 def _at_best(one: dict[str, Any]) -> float:
-    """The backward pass over the least that it can take in torch; 0: not known."""
+    """The backward pass over the least that it can take in torch, 1 where that is more; 0: not known."""
     least = _floor(one) + (0.0 if _direct(one) else one["limit"]["median"])
-    return float(one["systems"][OURS]["backward"]["median"] / least) if least else 0.0
+    return max(1.0, one["systems"][OURS]["backward"]["median"] / least) if least else 0.0
 
 
 def _failures(results: dict[str, Any]) -> dict[str, str]:
@@ -312,7 +312,7 @@ def _short(results: dict[str, Any]) -> str:
                 if reached >= wanted:
                     met += 1
                     continue
-                most = f", {tables.short(reached * max(1.0, _at_best(one)))} at best" if _at_best(one) else ""
+                most = f", {tables.short(reached * _at_best(one))} at best" if _at_best(one) else ""
                 missed.append(f"- {one['label']} against {NAMES[system]}: {tables.short(reached)} (goal {wanted:g}{most})")
         listed = "\n".join(missed or ["- none"])
         blocks.append(f"{WHERE[name]}: {met} of {met + len(missed)} goals are met. Missed:\n\n{listed}")

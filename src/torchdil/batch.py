@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch.utils import _pytree as pytree
+
+
+def mapped(*tensors: Tensor) -> bool:
+    """Whether any is many tensors at once, of `torch.func.vmap`, which only torch's own operations can read."""
+    return any(functorch.is_batchedtensor(tensor) for tensor in tensors)
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:

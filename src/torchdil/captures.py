@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import types
 from collections.abc import Hashable, Iterable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from torchdil.variables import names_in, reads_in
 
 # A closure may reach large objects; the search for tensors in it ends after so many.
 _SEARCH_LIMIT = 20_000
@@ -22,9 +22,6 @@ _NUMBERS = (int, float, complex, np.number)
 _OF_OTHERS = {"builtins", "torch", "numpy"}
 # What every module has, and what does not change what it computes.
 _OF_MODULES = frozenset(nn.Module().__dict__)
-# Ways to use variables without a name, and operations on names that are not of a function.
-_SEEING = frozenset({"super", "locals", "vars", "dir", "eval", "exec"})
-_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _MISSING = object()
 # What has no attributes that a function would read one of, or does not show which.
 _WHOLE: tuple[type, ...] = (Tensor, type, tuple, list, dict, functools.partial, torch.jit.ScriptModule)
@@ -117,7 +114,7 @@ def _parts(item: Any) -> Iterable[Any]:
     """What an object holds that its behaviour may depend on."""
     if isinstance(item, types.FunctionType):
         cells = (cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType())
-        named = (item.__globals__[name] for name in _names(item.__code__) if name in item.__globals__)
+        named = (item.__globals__[name] for name in names_in(item.__code__) if name in item.__globals__)
         return (*cells, *named, *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values())
     if isinstance(item, types.MethodType):
         return item.__self__, item.__func__
@@ -134,7 +131,7 @@ def _parts(item: Any) -> Iterable[Any]:
 
 def _read(function: types.FunctionType) -> Iterator[Any]:
     """What a function depends on; of an object that it only reads attributes of, those."""
-    code, reads = function.__code__, _reads(function.__code__)
+    code, reads = function.__code__, reads_in(function.__code__)
     for (everywhere, name), names in reads.items():
         if everywhere and name in function.__globals__:
             yield from _attributes(function.__globals__[name], names)
@@ -148,7 +145,7 @@ def _read_of_self(function: Any) -> frozenset[str] | None:
     """The attributes that a method reads of its object; None if it does something else with it."""
     if not isinstance(function, types.FunctionType) or _of_torch(function) or not function.__code__.co_argcount:
         return None
-    return _reads(function.__code__).get((False, function.__code__.co_varnames[0]), frozenset())
+    return reads_in(function.__code__).get((False, function.__code__.co_varnames[0]), frozenset())
 
 
 def _attributes(owner: Any, names: frozenset[str] | None) -> list[Any]:
@@ -184,41 +181,3 @@ def _attributes(owner: Any, names: frozenset[str] | None) -> list[Any]:
 
 def _of_torch(function: types.FunctionType) -> bool:
     return (function.__module__ or "").startswith("torch.")  # what was made by exec may have no module
-
-
-@functools.lru_cache(maxsize=4096)
-def _reads(code: types.CodeType) -> dict[tuple[bool, str], frozenset[str] | None]:
-    """The attributes that code reads of each variable, (global or not, name); None for one that it uses in other ways."""
-    cells = {*code.co_cellvars, *code.co_freevars}
-    found: dict[tuple[bool, str], frozenset[str] | None] = {}
-    if _SEEING.intersection(code.co_names):  # variables that are not named
-        found = {(False, name): None for name in (*code.co_varnames, *cells)}
-
-    def note(everywhere: bool, name: str, names: Iterable[str] | None) -> None:
-        known = found.get((everywhere, name), frozenset())
-        found[everywhere, name] = None if known is None or names is None else known.union(names)
-
-    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
-    for step, following in pairwise(steps):
-        everywhere = step.opname in _GLOBAL
-        local = step.opcode in dis.haslocal  # of a cell it is the cell that is loaded, for a function inside
-        if everywhere or local or (step.opcode in dis.hasfree and step.opname not in ("MAKE_CELL", "LOAD_CLOSURE")):
-            # Newer interpreters use two variables at once: an attribute can only be read of the second.
-            *others, last = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-            loaded = step.opname.rfind("LOAD") > step.opname.rfind("STORE") and "CLEAR" not in step.opname
-            read = [following.argval] if loaded and following.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
-            for name, attributes in (*((other, None) for other in others), (last, read)):
-                if not (local and name in cells):
-                    note(everywhere, name, attributes)
-    for inside in (constant for constant in code.co_consts if isinstance(constant, types.CodeType)):
-        for (everywhere, name), names in _reads(inside).items():
-            if everywhere or name in inside.co_freevars:
-                note(everywhere, name, names)
-    return found
-
-
-@functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> list[str]:
-    """The names that a function looks up, functions defined inside it included."""
-    inside = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant)]
-    return [*code.co_names, *inside]

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._C import _functorch as functorch
+
+from torchdil import batch
 
 try:
     import triton
@@ -149,18 +150,13 @@ def _correlate(  # type: ignore[no-untyped-def]
 _kernel: Any = None if triton is None else triton.jit(_correlate)
 
 
-def _mapped(args: Sequence[Any]) -> bool:
-    """Whether these are many tensors at once, of `torch.func.vmap`, which a kernel cannot read."""
-    return any(isinstance(arg, Tensor) and functorch.is_batchedtensor(arg) for arg in args)
-
-
 def _unless_mapped(torchs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates what takes the place of torch's operation, and its arguments, where a kernel can read them."""
 
     def decorate(ours: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(ours)
         def call(*args: Any) -> Any:
-            return torchs(*args) if _mapped(args) else ours(*args)
+            return torchs(*args) if batch.mapped(*(arg for arg in args if isinstance(arg, Tensor))) else ours(*args)
 
         return call
 
@@ -208,7 +204,7 @@ def _as_gradient(x: Tensor, w: Tensor, bias: None, stride: Any, padding: Any, *o
 def _scaled(factor: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, stride: Any, padding: Any, *others: Any) -> Tensor:
     """A convolution times a factor."""
     shape = (len(x), len(w), *_sides(x, w, padding))
-    if bias is not None or factor.shape != shape or factor.dtype != x.dtype or _mapped((factor, x, w)):
+    if bias is not None or factor.shape != shape or factor.dtype != x.dtype or batch.mapped(factor, x, w):
         return _few(x, w, bias, stride, padding, *others) * factor
     return correlate(x, w, padding, factor)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch
+
+from torchdil import batch
 
 aten = torch.ops.aten
 # Bytes of a matrix that no cache holds, and of its rows; a sum of rows that are longer is no faster than BLAS.
@@ -38,9 +39,8 @@ def _times(x: Tensor, b: Tensor) -> Tensor | None:
     if not contiguous:
         rows, length = length, rows
     size = b.itemsize * length
-    if rows * size < _LARGE or not b.is_cpu or b.dtype not in (torch.float32, torch.float64):
-        return None
-    if functorch.is_batchedtensor(x) or functorch.is_batchedtensor(b):
+    known = b.is_cpu and b.dtype in (torch.float32, torch.float64)
+    if rows * size < _LARGE or not known or batch.mapped(x, b):
         return None
     if contiguous and _ROWS[0] <= size <= _SUMMED:
         every, none = torch.arange(rows, device=b.device), torch.zeros(1, dtype=torch.long, device=b.device)

@@ -1,0 +1,51 @@
+"""What the code of a function does with its variables, told by its bytecode."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Iterable
+from itertools import pairwise
+
+# Ways to use variables without naming them.
+_SEEING = frozenset({"super", "locals", "vars", "dir", "eval", "exec"})
+_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+
+
+@functools.lru_cache(maxsize=4096)
+def reads_in(code: types.CodeType) -> dict[tuple[bool, str], frozenset[str] | None]:
+    """The attributes that code reads of each variable, (global or not, name); None for one that it uses in other ways."""
+    cells = {*code.co_cellvars, *code.co_freevars}
+    found: dict[tuple[bool, str], frozenset[str] | None] = {}
+    if _SEEING.intersection(code.co_names):  # variables that are not named
+        found = {(False, name): None for name in (*code.co_varnames, *cells)}
+
+    def note(everywhere: bool, name: str, names: Iterable[str] | None) -> None:
+        known = found.get((everywhere, name), frozenset())
+        found[everywhere, name] = None if known is None or names is None else known.union(names)
+
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    for step, following in pairwise(steps):
+        everywhere = step.opname in _GLOBAL
+        local = step.opcode in dis.haslocal  # of a cell it is the cell that is loaded, for a function inside
+        if everywhere or local or (step.opcode in dis.hasfree and step.opname not in ("MAKE_CELL", "LOAD_CLOSURE")):
+            # Newer interpreters use two variables at once: an attribute can only be read of the second.
+            *others, last = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            loaded = step.opname.rfind("LOAD") > step.opname.rfind("STORE") and "CLEAR" not in step.opname
+            read = [following.argval] if loaded and following.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
+            for name, attributes in (*((other, None) for other in others), (last, read)):
+                if not (local and name in cells):
+                    note(everywhere, name, attributes)
+    for inside in (constant for constant in code.co_consts if isinstance(constant, types.CodeType)):
+        for (everywhere, name), names in reads_in(inside).items():
+            if everywhere or name in inside.co_freevars:
+                note(everywhere, name, names)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> list[str]:
+    """The names that a function looks up, functions defined inside it included."""
+    inside = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in names_in(constant)]
+    return [*code.co_names, *inside]
