@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -37,6 +38,7 @@ HIDDEN = 30
 # Relative: what float32 may cost a gradient that is exact otherwise; beyond it, or the tolerance, a system is `rejected`.
 EXACT = 1e-3
 WARM_UP = 15  # torchdil traces what came ten times with the same shapes
+PATIENCE = 10.0  # seconds
 LONG = 0.3  # seconds; such a call needs no other before it, and one a round is enough
 
 
@@ -70,7 +72,7 @@ class Config:
         if name == "smoke":
             return Config(states=(2,), batches=(2,), large=(), steps=10, rounds=2, calls=1, long_rounds=1, device=device)
         if device == "cuda":
-            return Config(states=(2,), batches=(64, 1024), large=(), long_rounds=3, device=device)
+            return Config(batches=(64, 1024), long_rounds=3, device=device)
         return Config()
 
 
@@ -229,13 +231,16 @@ def _case(problem: Problem, worker: Worker | None, path: str) -> dict[str, Any]:
             return [(seconds,) for seconds in worker.ask(time=what, calls=calls, before=before)["times"]]
         return problem.time(SYSTEMS[name], what, calls, before)
 
-    turns = {}
-    for name in names:
-        long = block(name, "both", 1)[0][0] > LONG
-        turns[name] = (1, 0) if long else (config.calls, 1)
-        if not long:
-            for what in ("forward", "both"):
-                block(name, what, WARM_UP)
+    def warm(name: str) -> float:
+        """Seconds of the last call of those that it takes to get fast, or of as many as there is patience for."""
+        began = time.perf_counter()
+        for _ in range(WARM_UP):
+            _, seconds = (block(name, what, 1, before=0)[0][0] for what in ("forward", "both"))
+            if time.perf_counter() - began > PATIENCE:
+                break
+        return float(seconds)
+
+    turns = {name: (1, 0) if warm(name) > LONG else (config.calls, 1) for name in names}
     for number in range(config.rounds):
         for name in names:
             if turns[name][1] or number < config.long_rounds:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torchdil as dil
-from torchdil import convolve
+from torchdil import compiled, convolve
 from torchdil.compiled import Compiled, CudaGraph
 from torchdil.linear import cg
 from torchdil.linear.fused import fused_steps
@@ -20,6 +20,15 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 def draw(seed, *shape, dtype=torch.float64):
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to("cuda", dtype)
+
+
+class Decay(torch.nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+
+    def forward(self, t, y):
+        return torch.tanh(self.f(y)) - y
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -119,6 +128,54 @@ def test_a_function_that_cannot_be_captured_is_called_as_it_is():
     for seed in range(14):
         x = draw(seed, 4)
         assert torch.equal(Compiled(owner, "plus", from_the_cpu)(x)[0], x + 1)
+
+
+@pytest.mark.parametrize("size", [(3, 2), (20, 20), (5, 50), (3, 520)], ids=str)
+@pytest.mark.parametrize("how", ["inverse", "LU"])
+def test_factorisations_of_batches_are_captured(how, size, capfd):
+    count, n = size
+    preferred = torch.backends.cuda.preferred_linalg_library()
+
+    def solved(A, b):
+        if how == "inverse":
+            return (torch.linalg.inv_ex(A)[0] @ b,)
+        return (torch.linalg.lu_solve(*torch.linalg.lu_factor_ex(A)[:2], b),)
+
+    A, b = torch.eye(n, device="cuda") + draw(5, count, n, n) / (2 * n**0.5), draw(6, count, n, 1)
+    graph = CudaGraph(solved, (A, b))
+    found = graph(A + 1, 2 * b)[0]
+    assert torch.backends.cuda.preferred_linalg_library() == preferred
+    torch.testing.assert_close(found, torch.linalg.solve(A + 1, 2 * b))
+    assert capfd.readouterr().err == ""
+    assert graph.pool >= found.nbytes
+
+
+@pytest.mark.parametrize("size", [6, 20, 300])
+def test_the_trajectories_of_a_larger_state_are_cuda_graphs(size):
+    f = torch.nn.Linear(size, size, bias=False).to("cuda", torch.float64)
+    f.weight.data = draw(7, size, size) / size**0.5
+    func = Decay(f)
+    y0, times = draw(8, 4, size).requires_grad_(), torch.linspace(0, 1, 33, device="cuda", dtype=torch.float64)
+    answers = []
+    for _ in range(14):
+        y = dil.odeint(func, y0, times, batch_dims=1)
+        answers.append((y, *torch.autograd.grad(y.square().sum(), (y0, f.weight))))
+    kinds = [kind for kind in compiled.memory(func).values() if getattr(kind, "calls", 0) > 11]
+    assert kinds and all(isinstance(kind.fast, CudaGraph) for kind in kinds)
+    for first, last in zip(answers[0], answers[-1], strict=True):
+        torch.testing.assert_close(last, first, rtol=1e-6, atol=1e-6)
+
+
+def test_a_graph_that_would_need_too_much_memory_is_not_kept(monkeypatch):
+    forget_all()
+    monkeypatch.setattr(compiled, "_PART", 2**27 / torch.cuda.get_device_properties(0).total_memory)
+    for count, kept in ((2**16, True), (2**22, False)):
+        owner, x = torch.nn.Module(), draw(9, count)
+        for _ in range(12):
+            (found,) = Compiled(owner, "sum", lambda x: (torch.stack([x + i for i in range(8)]).sum(),))(x)
+        (kind,) = compiled.memory(owner).values()
+        assert (kind.fast is not None) == kept
+        torch.testing.assert_close(found, 8 * x.sum() + 28 * count)
 
 
 def test_the_other_devices_of_a_layer_are_none():

@@ -370,6 +370,39 @@ def test_without_the_function_the_matrix_is_solved_with_as_a_whole():
     close(found.value, system.exact(True), SOLVED)
 
 
+@pytest.mark.parametrize(
+    ("samples", "d", "power", "on_cpu", "on_gpu"),
+    [
+        (1, 300, 1.0, "Bidiagonal", "Bidiagonal"),
+        (1, 300, 1.5, "step by step", "Bidiagonal"),  # blocks of all steps are too much for a CPU
+        (3, 300, 1.0, "step by step", "Bidiagonal"),
+        (3, 200, 1.0, "Bidiagonal", "Bidiagonal"),
+        (1, 1100, 1.0, "step by step", "step by step"),
+    ],
+    ids=["even", "uneven", "batch", "smaller batch", "too large"],
+)
+def test_the_blocks_of_a_large_state_are_formed_where_it_pays(samples, d, power, on_cpu, on_gpu):
+    W = (draw(5, d, d) / d**0.5).requires_grad_()
+    y0, times = draw(6, samples, d).requires_grad_(), torch.linspace(0, 1, 33, dtype=torch.float64) ** power
+    v = draw(7, 33, samples, d)
+    found = solve(lambda t, y: torch.tanh(y @ W) - y, y0, times, method="backward_euler", batch_dims=1)
+    gradient = torch.autograd.grad((v * found.value).sum(), (y0, W))
+    expected = on_gpu if y0.is_cuda else on_cpu
+    assert found.report.backward.stats.method.startswith(expected)
+    with torch.no_grad():  # λ_n = (I - h J_n)⁻ᵀ (λ_{n+1} + v_n)
+        states, h = found.value, times.diff()
+        later, dW = torch.zeros_like(y0), torch.zeros_like(W)
+        for n in reversed(range(32)):
+            inner = 1 - torch.tanh(states[n + 1] @ W) ** 2
+            eye = torch.eye(d, dtype=torch.float64)
+            J = inner.unsqueeze(1) * W - eye  # its transpose, (B, D, D)
+            later = torch.linalg.solve(eye - h[n] * J, later + v[n + 1])
+            dW += h[n] * states[n + 1].T @ (inner * later)
+        exact = later + v[0], dW
+    for actual, wanted in zip(gradient, exact, strict=True):
+        assert (actual - wanted).norm() <= 1e-6 * wanted.norm()
+
+
 # --- Errors that the report estimates ---
 
 

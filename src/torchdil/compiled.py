@@ -29,7 +29,7 @@ Function = Callable[..., tuple[Tensor, ...]]
 tracing = threading.RLock()
 # Calls of one kind before it is traced: that takes a few tenths of a second.
 _PATIENCE = 10
-# Inputs and outputs of all CUDA graphs take no more than this part of the memory.
+# Inputs and outputs of all CUDA graphs take no more than this part of the memory, what a graph needs in between likewise.
 _PART = 1 / 16
 # How many kinds of one function are remembered: a batch size that is never the same must not fill the memory.
 _KINDS = 64
@@ -99,7 +99,8 @@ def _fast_form(function: Function, inputs: tuple[Tensor, ...]) -> Function | Non
             warnings.simplefilter("ignore")  # torch, of its own TorchScript, or of a graph that was not captured
             traced, captured = _lifted(make_fx(lambda *inputs: function(*inputs))(*inputs))
             if inputs[0].is_cuda:
-                return CudaGraph(traced, inputs, captured)
+                graph = CudaGraph(traced, inputs, captured)
+                return graph if room_for(graph.pool, graph.device) else None
             fast = scripted(traced, inputs, captured)
     except Exception:  # whatever torch could not do: the plain function can
         return None
@@ -144,13 +145,16 @@ class CudaGraph:
         function: tensors -> tensors; it may change its inputs.
         inputs: an example.
         captured: further inputs, read where they are.
+
+    Attributes:
+        pool: the bytes that it keeps for what it computes.
     """
 
     def __init__(self, function: Function, inputs: tuple[Tensor, ...], captured: Sequence[Tensor] = ()):
         self._captured = captured
         self.device = inputs[0].device
         self._lock = threading.Lock()
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), _capturable():
             self._inputs = [t.clone() for t in inputs]
             stream = _side_stream(self.device)
             stream.wait_stream(torch.cuda.current_stream())
@@ -160,7 +164,9 @@ class CudaGraph:
             torch.cuda.current_stream().wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
             with _capturing(self._graph, stream):
+                before = torch.cuda.memory_reserved()
                 self._outputs = function(*self._inputs, *captured)
+                self.pool = torch.cuda.memory_reserved() - before
         self._places_in, self._places_out = _by_type(self._inputs), _by_type(self._outputs)
         _graphs.add(self)
 
@@ -205,6 +211,28 @@ def _capturing(graph: Any, stream: Any) -> Iterator[None]:
         torch.cuda.set_stream(before)
         generator.graphsafe_set_state(spare)
         raise
+
+
+@contextmanager
+def _capturable() -> Iterator[None]:
+    """Matrices are factorised by cuBLAS and cuSOLVER: MAGMA, torch's choice for batches, cannot be captured."""
+    before = torch.backends.cuda.preferred_linalg_library()
+    try:
+        _prefer("cusolver")
+        yield
+    finally:
+        _prefer(before)
+
+
+def _prefer(library: Any) -> None:
+    def prefer(_: float) -> float:
+        torch.backends.cuda.preferred_linalg_library(library)
+        return 0.0
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # Torch calls this experimental, on stderr; it is a warning of Python only where a function of torch called us.
+        torch.zeros(1, device="cpu").apply_(prefer)
 
 
 def _by_type(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -40,7 +40,7 @@ def fixed_grid(
     steps, rows = len(grid.times) - 1, len(method.rows)
     statement = Trajectory(method, equation.layout, equation.field(), steps)
     start = equation.start.detach().unsqueeze(1).expand(-1, steps * rows, -1)
-    linearised = Linearised(statement, equation.func, equation.start, grid.times) if _at_hand(statement) else None
+    linearised = _linearised(statement, equation, grid.times)
     structured = structured_solver(
         statement, equation.func, (equation.y0, grid.times), linear_solver, None if linearised is None else linearised.solver
     )
@@ -68,7 +68,7 @@ def structured_solver(
         raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {given!r}.")
     steps, rows = statement.steps, len(statement.method.rows)
     asked = given if given is not None else Auto()
-    small = statement.fits
+    small = statement.fits or fast is not None
     if isinstance(asked, Auto) and asked.dense_below is not None:
         small = rows * statement.state.size <= asked.dense_below
     settings = {f.name: getattr(asked, f.name) for f in fields(LinearSolver)}
@@ -86,9 +86,12 @@ def structured_solver(
     return Sequential(**settings, steps=steps, rows=rows, inner=asked, local=None if transforms_active() else local)
 
 
-def _at_hand(statement: Trajectory) -> bool:
-    """Whether f can be differentiated by itself, by torch.func: a function that `vmap` refuses may not be."""
-    return statement.fits and statement.field.mode != "loop" and not transforms_active() and not saving_hooked()
+def _linearised(statement: Trajectory, equation: Equation, times: Tensor) -> Linearised | None:
+    """f differentiated by itself, by torch.func, where that pays; not one that `vmap` refuses."""
+    if statement.field.mode == "loop" or transforms_active() or saving_hooked():
+        return None
+    found = Linearised(statement, equation.func, equation.start, times)
+    return found if found.pays else None
 
 
 def _forward(statement: Trajectory, solver: Any, linearised: Linearised | None) -> Solver:

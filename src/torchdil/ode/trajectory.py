@@ -27,7 +27,7 @@ from torchdil.problem import Call, Problem, Statement
 
 # Blocks of up to this size are factorised, all of a trajectory together if they are at most so many numbers.
 _DENSE_BELOW = 256
-_DENSE_NUMBERS = 2**28
+DENSE_NUMBERS = 2**28
 
 
 class Trajectory(Statement):
@@ -55,7 +55,7 @@ class Trajectory(Statement):
     def fits(self) -> bool:
         """Whether the blocks of J, those of all steps, can be formed."""
         k = len(self.method.rows) * self.state.size
-        return k <= _DENSE_BELOW and self.state.samples * self.steps * k * k <= _DENSE_NUMBERS
+        return k <= _DENSE_BELOW and self.state.samples * self.steps * k * k <= DENSE_NUMBERS
 
     def direct(self) -> LinearSolver | None:
         return Bidiagonal(steps=self.steps, rows=len(self.method.rows)) if self.fits else None

@@ -24,7 +24,7 @@ from torchdil import batch
 from torchdil.compiled import Compiled
 from torchdil.live import LiveTable
 from torchdil.ode.bidiagonal import WIDE, Bidiagonal, Factors, backward_substitution, forward_substitution, inverted, probes
-from torchdil.ode.trajectory import Trajectory, sizes
+from torchdil.ode.trajectory import DENSE_NUMBERS, Trajectory, sizes
 from torchdil.problem import Problem
 from torchdil.solution import Result, Stats, Status
 from torchdil.solvers.base import Solver
@@ -35,6 +35,9 @@ _EXACT_NUMBERS = 2**11
 _STRIDE = 8
 # Blocks of a step of more numbers than this: on a CPU one step after the other is faster.
 _LARGE_NUMBERS = 2**13
+# Where the blocks of all steps are too many to factorise: one step's of at most so many numbers on a CPU, where those of a few
+# steps of an even grid serve, and of at most this size on a GPU.
+_FEW_NUMBERS, _GPU_SIZE = 2**18, 1024
 # Iterations that a small problem needs at least: they are taken together. A test of convergence costs more on a GPU.
 _FIRST, _FIRST_ON_GPU = 2, 3
 # Iterations of each step where nobody looks.
@@ -68,6 +71,16 @@ class Linearised:
         self._rows = len(statement.method.rows)
         self._k = self._rows * statement.state.size
         self._key = (statement.method, statement.steps, statement.field.mode, statement.state)
+
+    @property
+    def pays(self) -> bool:
+        """Whether blocks are faster than a solve of each step without."""
+        if self._statement.fits:
+            return True
+        numbers = self._data[0].shape[0] * self._k**2
+        if numbers * self._statement.steps > DENSE_NUMBERS:
+            return False
+        return numbers <= _FEW_NUMBERS and self.even if self.on_cpu else self._k <= _GPU_SIZE
 
     @property
     def small(self) -> bool:
