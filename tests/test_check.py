@@ -159,7 +159,21 @@ def test_parameters_are_left_as_they_were():
 def test_tensors_of_a_closure_are_checked_though_their_gradient_is_cut():
     theta = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
     check = dil.check_gradient(lambda: dil.argmin(lambda y: ((y - theta.detach()) ** 2).sum(), torch.zeros_like(theta)))
-    assert check.blame == "function" and check.tensors[1][0] == "captured 0"
+    assert check.blame == "function" and check.tensors[1][0] == "theta"
+
+
+def test_tensors_of_a_closure_have_their_names():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()).double()
+    ones = [torch.ones(2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    scales = {"first": ones[0]}
+
+    def energy(y, offset=ones[1]):
+        return (model(y) ** 2).sum() + ((y - offset) ** 2 * scales["first"]).sum()
+
+    check = dil.check_gradient(lambda: dil.argmin(energy, torch.zeros(2, dtype=torch.float64)))
+    assert check.ok
+    names = {row[0] for row in check.tensors[1:]}
+    assert names == {"energy.model.0.weight", "energy.model.0.bias", "energy.offset", "energy.scales.first"}
 
 
 def test_the_seed_makes_it_repeatable():

@@ -22,6 +22,8 @@ _NUMBERS = (int, float, complex, np.number)
 _OF_OTHERS = {"builtins", "torch", "numpy"}
 # What every module has, and what does not change what it computes.
 _OF_MODULES = frozenset(nn.Module().__dict__)
+# Where it keeps what it gives as attributes.
+_TABLES = ("_parameters", "_buffers", "_modules")
 _MISSING = object()
 # What has no attributes that a function would read one of, or does not show which.
 _WHOLE: tuple[type, ...] = (Tensor, type, tuple, list, dict, functools.partial, torch.jit.ScriptModule)
@@ -29,20 +31,35 @@ _WHOLE += (types.ModuleType, types.FunctionType, types.MethodType)
 
 
 def captured_tensors(function: Any) -> list[Tensor]:
-    """The tensors that `function` closes over: cells, globals it names, defaults, attributes of objects; the nearest first."""
-    found: list[Tensor] = []
+    """The tensors that `function` closes over: cells, globals it names, defaults, attributes of objects."""
+    return [tensor for tensor, _ in _captured(function)]
+
+
+def captured_names(function: Any) -> list[tuple[str, Tensor]]:
+    """The same with their names, such as "model.net.0.weight"."""
+    named = []
+    for tensor, place in _captured(function):
+        names = []
+        while place is not None:
+            place, name = place
+            names.append(name)
+        named.append((".".join(name for name in reversed(names) if name), tensor))
+    return named
+
+
+def _captured(function: Any) -> Iterator[tuple[Tensor, Any]]:
+    """With each tensor its place, (that of the object that holds it, its name there)."""
     seen: set[int] = set()
-    stack = [function]
+    stack: list[tuple[Any, Any]] = [(function, None)]
     while stack and len(seen) < _SEARCH_LIMIT:
-        item = stack.pop()
+        item, place = stack.pop()
         if id(item) in seen:
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
-            found.append(item)
+            yield item, place
         else:
-            stack.extend(_parts(item))
-    return found
+            stack.extend((part, (place, name)) for name, part in reversed(list(_parts(item))))
 
 
 def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
@@ -93,7 +110,7 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
             key += (kind, len(item), *(name if type(name) in _PLAIN else id(name) for name in item))
             stack.extend(item.values())
         elif isinstance(item, (tuple, list, functools.partial)):
-            parts = list(_parts(item))
+            parts = [part for _, part in _parts(item)]
             key += (kind, len(parts))
             stack += parts
         elif isinstance(item, type) and item.__module__ not in _OF_OTHERS and not item.__module__.startswith("torch."):
@@ -110,23 +127,27 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
     return tensors, tuple(key)
 
 
-def _parts(item: Any) -> Iterable[Any]:
-    """What an object holds that its behaviour may depend on."""
+def _parts(item: Any) -> Iterable[tuple[str, Any]]:
+    """What an object holds that its behaviour may depend on, with the names under which it does."""
     if isinstance(item, types.FunctionType):
-        cells = (cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType())
-        named = (item.__globals__[name] for name in names_in(item.__code__) if name in item.__globals__)
-        return (*cells, *named, *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values())
+        code, defaults = item.__code__, item.__defaults__ or ()
+        cells = zip(code.co_freevars, item.__closure__ or (), strict=True)
+        held = [(name, cell.cell_contents) for name, cell in cells if cell != types.CellType()]
+        held += [(name, item.__globals__[name]) for name in names_in(code) if name in item.__globals__]
+        last = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        return *held, *zip(last, defaults, strict=True), *(item.__kwdefaults__ or {}).items()
     if isinstance(item, types.MethodType):
-        return item.__self__, item.__func__
+        return ("", item.__self__), ("", item.__func__)
     if isinstance(item, functools.partial):
-        return item.func, *item.args, *item.keywords.values()
+        return ("", item.func), *((f"argument {i}", part) for i, part in enumerate(item.args)), *item.keywords.items()
     if isinstance(item, (tuple, list)):
-        return item
+        return ((str(i), part) for i, part in enumerate(item))
     if isinstance(item, dict):
-        return item.values()
+        return ((str(name), part) for name, part in item.items())
     if isinstance(item, (type, types.ModuleType)):
         return ()
-    return getattr(item, "__dict__", {}).values()
+    attributes = getattr(item, "__dict__", {}).items()
+    return ((("" if name in _TABLES else name), part) for name, part in attributes)
 
 
 def _read(function: types.FunctionType) -> Iterator[Any]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchdil.advice import mend, seen
-from torchdil.captures import captured_tensors
+from torchdil.captures import captured_names
 from torchdil.modes import observed_by
 from torchdil.solution import Solution, text_table
 from torchdil.watch import Solve, Watch, newton_steps, own_steps
@@ -318,9 +318,8 @@ class _Check:
         if isinstance(self.fn, nn.Module):
             named += [(name, p) for name, p in self.fn.named_parameters() if p.requires_grad]
         seen = {id(t) for _, t in named}
-        hidden = [t for t in captured_tensors(self.fn) if t.is_floating_point() and t.is_leaf and t.requires_grad]
-        hidden = [t for t in dict(zip(map(id, hidden), hidden, strict=True)).values() if id(t) not in seen]
-        named += [(f"captured {i}", t) for i, t in enumerate(hidden)]
+        captured = [(name, t) for name, t in captured_names(self.fn) if id(t) not in seen]
+        named += [(name, t) for name, t in captured if t.is_floating_point() and t.is_leaf and t.requires_grad]
         if not named:
             raise ValueError("inputs must hold a floating-point tensor where layer_or_fn has no parameters, got none.")
         return named
