@@ -27,7 +27,7 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 # torch.fx changes nn.Module while it traces: two threads at once would leave it changed.
 tracing = threading.RLock()
-# Calls of one kind before it is traced: that takes a few tenths of a second.
+# Calls of one kind before it is traced.
 _PATIENCE = 10
 # Inputs and outputs of all CUDA graphs take no more than this part of the memory, what a graph needs in between likewise.
 _PART = 1 / 16
@@ -62,10 +62,12 @@ class Compiled:
         owner: the user's function; the fast form is kept as long as it lives.
         key: what else it depends on, besides the shapes of its inputs.
         function: tensors -> tensors, in plain torch operations.
+        patience: after how many calls of one kind to trace it, which takes a few tenths of a second; None: ten.
     """
 
-    def __init__(self, owner: Any, key: Hashable, function: Function):
+    def __init__(self, owner: Any, key: Hashable, function: Function, patience: int | None = None):
         self._function, self._memory = function, memory(owner)
+        self._patience = _PATIENCE if patience is None else patience
         self._key = (key, getattr(owner, "training", None))
 
     @torch.no_grad()
@@ -77,7 +79,7 @@ class Compiled:
                 del self._memory[kinds[0]]
         kind = self._memory.setdefault(signature, _Kind())
         kind.calls += 1
-        if kind.calls == _PATIENCE + 1:
+        if kind.calls == self._patience + 1:
             with tracing:
                 kind.fast = _fast_form(self._function, inputs)
         if kind.fast is None:

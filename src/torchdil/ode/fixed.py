@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdil.linear import Auto, Dense
+from torchdil.linear import GMRES, Auto, Dense
 from torchdil.linear.base import LinearSolver
-from torchdil.modes import saving_hooked, transforms_active
+from torchdil.modes import transforms_active
 from torchdil.ode.bidiagonal import Bidiagonal
 from torchdil.ode.equation import Equation, Grid
+from torchdil.ode.krylov import Block, at_hand
 from torchdil.ode.march import Marching
 from torchdil.ode.methods import Method
 from torchdil.ode.newton import SimplifiedNewton
@@ -22,7 +23,7 @@ from torchdil.ode.trajectory import Trajectory, sizes
 from torchdil.ode.whole import Linearised, WholeTrajectory
 from torchdil.operator import Operator
 from torchdil.problem import Call
-from torchdil.solution import Report
+from torchdil.solution import Report, Result
 from torchdil.solve import Setting
 from torchdil.solvers.base import Solver
 
@@ -41,11 +42,12 @@ def fixed_grid(
     statement = Trajectory(method, equation.layout, equation.field(), steps)
     start = equation.start.detach().unsqueeze(1).expand(-1, steps * rows, -1)
     linearised = _linearised(statement, equation, grid.times)
-    structured = structured_solver(
-        statement, equation.func, (equation.y0, grid.times), linear_solver, None if linearised is None else linearised.solver
-    )
-    setting = Setting(statement, equation.func, _forward(statement, solver, linearised), structured, on_failure, report)
-    y = setting.attached(statement.layout.unravel(start.flatten(1)), (equation.y0, grid.times))
+    args, fast = (equation.y0, grid.times), None if linearised is None else linearised.solver
+    structured = structured_solver(statement, equation.func, args, linear_solver, fast)
+    exact = structured if linear_solver is None else structured_solver(statement, equation.func, args, None, fast)
+    marching = Marching(statement=statement, linear=exact, owner=equation.func)
+    setting = Setting(statement, equation.func, _forward(marching, solver, linearised), structured, on_failure, report)
+    y = setting.attached(statement.layout.unravel(start.flatten(1)), args)
     states = statement.view(y)[:, :, -1]
     if grid.ends is not None:
         states = states[:, grid.ends]
@@ -75,32 +77,43 @@ def structured_solver(
     if isinstance(asked, Dense) or (isinstance(asked, Auto) and small):
         return Bidiagonal(**settings, steps=steps, rows=rows, fast=fast)
 
+    def function(u: Tensor, begin: Tensor, h: Tensor) -> Tensor:
+        return statement.own(func, u.unflatten(1, (1, rows, -1)), begin, h).flatten(1)
+
+    def place(y: Tensor, step: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return statement.view(y)[:, step].flatten(1), sizes(args[1][..., step : step + 2].detach(), y)
+
     def local(y: Tensor, step: int) -> Operator:
-        begin, h = sizes(args[1][..., step : step + 2], y)
+        return block.operator(*place(y, step))
 
-        def block(u: Tensor) -> Tensor:
-            return statement.own(func, u.unflatten(1, (1, rows, -1)), begin, h).flatten(1)
+    def quick(operator: Operator, step: int, transpose: bool, rhs: Tensor, guess: Tensor | None) -> Result:
+        Y, data = place(operator.y, step)
+        # Fixed for this point: two backward passes through it must not differ in a bit.
+        taken = operator.memo.setdefault(("taken", step, transpose), block.expected(gmres, transpose))
+        return block.solve(gmres, asked, Y, rhs, data, taken, transpose, guess)
 
-        return Operator(block, statement.view(y)[:, step].flatten(1), False)
-
-    return Sequential(**settings, steps=steps, rows=rows, inner=asked, local=None if transforms_active() else local)
+    block = Block(func, (statement.method, statement.field.mode, statement.state), function)
+    gmres = asked if isinstance(asked, GMRES) else GMRES(**settings)
+    found = Sequential(**settings, steps=steps, rows=rows, inner=asked, local=None if transforms_active() else local)
+    plain = isinstance(asked, (Auto, GMRES)) and asked.preconditioner is None and asked.product == "auto"
+    return replace(found, quick=quick, forget=block.forget) if plain and at_hand(statement.field) else found
 
 
 def _linearised(statement: Trajectory, equation: Equation, times: Tensor) -> Linearised | None:
-    """f differentiated by itself, by torch.func, where that pays; not one that `vmap` refuses."""
-    if statement.field.mode == "loop" or transforms_active() or saving_hooked():
+    """f differentiated by itself, where that pays."""
+    if not at_hand(statement.field):
         return None
     found = Linearised(statement, equation.func, equation.start, times)
     return found if found.pays else None
 
 
-def _forward(statement: Trajectory, solver: Any, linearised: Linearised | None) -> Solver:
+def _forward(marching: Marching, solver: Any, linearised: Linearised | None) -> Solver:
     """The solver of the trajectory that goes with what was asked for."""
     if isinstance(solver, type) or not (solver is None or isinstance(solver, (Solver, SimplifiedNewton)) or callable(solver)):
         raise TypeError(f"solver must be a torchdil solver such as Newton() or a callable (fn, y0) -> y, got {solver!r}.")
     if isinstance(solver, WholeTrajectory):
-        return replace(solver, linearised=linearised, fallback=Marching(statement=statement))
+        return replace(solver, linearised=linearised, fallback=marching)
     at_once = transforms_active() if linearised is None else not (linearised.large and linearised.on_cpu)
-    if solver is None and at_once and not statement.method.explicit:
-        return WholeTrajectory(linearised=linearised, fallback=Marching(statement=statement))
-    return Marching(statement=statement, inner=solver)
+    if solver is None and at_once and not marching.statement.method.explicit:
+        return WholeTrajectory(linearised=linearised, fallback=marching)
+    return replace(marching, inner=solver)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.linear import Auto
+from torchdil.linear.base import LinearSolver
 from torchdil.live import TimeTable, asked, showing
 from torchdil.ode.bidiagonal import Bidiagonal
 from torchdil.ode.newton import SimplifiedNewton
@@ -43,6 +44,8 @@ class Marching(Solver):
         statement: the trajectory.
         inner: what solves a step: a `SimplifiedNewton`, a solver of the core such as `Picard()`, or a callable (fn, y) -> y,
             where y holds the rows of the step, (B, m D); None: `SimplifiedNewton()`.
+        linear: for Newton on all steps at once, where that is called for; None: direct.
+        owner: the user's function, with which what is compiled is kept, if at all.
 
     Example:
         >>> dil.odeint(f, y0, t, method="backward_euler", solver=dil.Picard())
@@ -50,6 +53,8 @@ class Marching(Solver):
 
     statement: Trajectory = field(kw_only=True)
     inner: SimplifiedNewton | Solver | Callable[..., Any] | None = None
+    linear: LinearSolver | None = None
+    owner: Any = None
 
     def accuracy(self, dtype: torch.dtype) -> float:
         if isinstance(self.inner, (Solver, SimplifiedNewton)) and self.rtol is None:
@@ -90,7 +95,7 @@ class Marching(Solver):
 
     def _together(self) -> Newton:
         linear = Bidiagonal(steps=self.statement.steps, rows=len(self.statement.method.rows))
-        return Newton(self.rtol, self.atol, linear_solver=linear)
+        return Newton(self.rtol, self.atol, linear_solver=self.linear or linear)
 
 
 class _March:
@@ -103,7 +108,7 @@ class _March:
     """
 
     def __init__(self, marching: Marching, call: Call, y: Tensor, times: Tensor, dtype: torch.dtype):
-        statement, inner = marching.statement, marching.inner
+        statement, inner, self.owner = marching.statement, marching.inner, marching.owner
         self.statement, self.call, self.times = statement, call, times
         self.method = method = statement.method
         self.one = Trajectory(method, statement.state, statement.field, 1)
@@ -166,7 +171,7 @@ class _March:
     def _quick(self) -> Callable[[int, Tensor], tuple[Tensor, Tensor]]:
         """Steps by `StepSolver`."""
         newton = self.inner if isinstance(self.inner, SimplifiedNewton) else SimplifiedNewton()
-        solver = StepSolver(newton, self.method, self.statement.field, self.call, self.y)
+        solver = StepSolver(newton, self.method, self.statement.field, self.call, self.y, self.owner)
         explicit, sizes = self.method.explicit, self.h.tolist() if self.shared else []
         slope: list[Tensor | None] = [None]
 

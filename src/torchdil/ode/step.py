@@ -17,6 +17,7 @@ from torchdil import batch
 from torchdil.linear import GMRES
 from torchdil.ode.field import Field
 from torchdil.ode.interpolant import POINTS, Place, stages_apart, stages_coupled
+from torchdil.ode.krylov import Block, at_hand
 from torchdil.ode.methods import Method
 from torchdil.ode.newton import SimplifiedNewton
 from torchdil.operator import Operator
@@ -45,6 +46,7 @@ class StepSolver:
         field: evaluates f at many points.
         call: f.
         y: a state, (B, D).
+        owner: the user's function, with which what is compiled is kept; None: `call`.
 
     Attributes:
         ok: the samples whose last step was solved, (B,); `all_ok` says whether that is all of them.
@@ -56,7 +58,9 @@ class StepSolver:
         jacobians, factorisations: how many were made.
     """
 
-    def __init__(self, newton: SimplifiedNewton, method: Method, field: Field, call: Callable[..., Any], y: Tensor):
+    def __init__(
+        self, newton: SimplifiedNewton, method: Method, field: Field, call: Callable[..., Any], y: Tensor, owner: Any = None
+    ):
         self.method, self._field, self._call = method, field, call
         samples, d = y.shape
         s = method.stages
@@ -71,6 +75,8 @@ class StepSolver:
         q = d if self._apart else s * d
         fits = q <= _SIZE and samples * q * q <= _NUMBERS
         self.kind = newton.jacobian or ("full" if fits else "krylov")
+        fast = self.kind == "krylov" and at_hand(field)
+        self._block = Block(call if owner is None else owner, (method, field.mode, field.layout), self._own) if fast else None
         self.max_steps = newton.max_steps or (20 if self.kind in ("full", "krylov") else 100)
         self._explicit = method.explicit
         dense = self.kind in ("full", "diagonal") and not self._explicit
@@ -268,7 +274,8 @@ class StepSolver:
             def residual(Y: Tensor, base: Tensor = base, here: Tensor = here) -> Tensor:
                 return Y - base - step * self.slope(here, Y)
 
-            Y = self._iterate(residual, guess if self._trusted is None else batch.select(self._trusted, guess, base))
+            start = guess if self._trusted is None else batch.select(self._trusted, guess, base)
+            Y = self._iterate(residual, start, here, step)
             if self._long is not None or self._trusted is not None:
                 self._doubt(guess, base, Y)
             G.append(Y - base if gamma == 1 else (Y - base) / gamma)
@@ -297,7 +304,7 @@ class StepSolver:
             Y = Y.unflatten(1, (s, -1))
             return (Y - base - step * torch.matmul(A, self.slopes(at, Y))).flatten(1)
 
-        Y = self._iterate(residual, guess if trusted is None else batch.select(trusted, guess, level))
+        Y = self._iterate(residual, guess if trusted is None else batch.select(trusted, guess, level), at, step)
         if past and (self._long is not None or self._trusted is not None):
             self._doubt(guess, level, Y)
         Y = Y.unflatten(1, (s, -1))
@@ -312,8 +319,8 @@ class StepSolver:
             good = good if unquestioned is None else good | unquestioned
         self._trusted = None if bool(good.all()) else good
 
-    def _iterate(self, residual: Callable[[Tensor], Tensor], Y: Tensor) -> Tensor:
-        """Newton's iteration on (B, q), frozen for each sample where it is done."""
+    def _iterate(self, residual: Callable[[Tensor], Tensor], Y: Tensor, at: Tensor, h: float | Tensor) -> Tensor:
+        """Newton's iteration on (B, q), frozen for each sample where it is done; at and h as in `_own`."""
         running, tolerance = self.ok, self._tolerance
         # A small correction proves nothing before its rate is known: it may be the matrix that is wrong. A small F does.
         eta = self._eta if self._scale is None else torch.full_like(self._eta, torch.finfo(Y.dtype).max)
@@ -322,7 +329,7 @@ class StepSolver:
         measured: Tensor | None = None
         self._long = None
         for k in range(self.max_steps):
-            F, correction = self._correction(residual, Y)
+            F, correction = self._correction(residual, Y, at, h)
             size = batch.norm(self._weighted(F)) if self._scale is None else self._rms(correction)
             if before is not None:
                 theta = size / before
@@ -369,10 +376,25 @@ class StepSolver:
         relative = correction.unflatten(1, (-1, self._scale.shape[1])) / self._scale.unsqueeze(1)
         return torch.linalg.vector_norm(relative, dim=(1, 2)) / correction.shape[1] ** 0.5
 
-    def _correction(self, residual: Callable[[Tensor], Tensor], Y: Tensor) -> tuple[Tensor, Tensor]:
+    def _correction(
+        self, residual: Callable[[Tensor], Tensor], Y: Tensor, at: Tensor, h: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
         if self.kind == "krylov":
-            operator = Operator(residual, Y, False)
-            F = operator.graph()[1].detach()
-            return F, GMRES(rtol=_INNER_RTOL).solve(operator, F).value
+            gmres = GMRES(rtol=_INNER_RTOL)
+            if self._block is None:
+                operator = Operator(residual, Y, False)
+                F = operator.graph()[1].detach()
+                return F, gmres.solve(operator, F).value
+            with torch.no_grad():
+                F = residual(Y)
+                step = h if isinstance(h, Tensor) else torch.full((), h, dtype=Y.dtype, device=Y.device)
+                return F, self._block.solve(gmres, gmres, Y, F, (at, step), self._block.expected(gmres)).value
         F = residual(Y)
         return F, F if self._M is None else torch.bmm(self._M, F.unsqueeze(2)).squeeze(2)
+
+    def _own(self, Y: Tensor, at: Tensor, h: Tensor) -> Tensor:
+        """The part of F that depends on the stages, (B, q): at as in `solve`, h times γ where the stages are apart."""
+        if self._apart:
+            return Y - h * self.slope(at, Y)
+        stages = Y.unflatten(1, (self.method.stages, -1))
+        return (stages - h * torch.matmul(self._A, self.slopes(at, stages))).flatten(1)

@@ -114,7 +114,7 @@ class Walk:
 
         self._method, self._tolerances, self._options, self._common = method, tolerances, options, common
         self._y = y = equation.start.detach()
-        self._solver = solver = StepSolver(newton, method, evaluate, call, y)
+        self._solver = solver = StepSolver(newton, method, evaluate, call, y, equation.func)
         if newton.max_steps is None and solver.kind in ("full", "krylov"):
             solver.max_steps = _ITERATIONS
         times = equation.t.detach().double()

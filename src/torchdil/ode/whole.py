@@ -35,9 +35,8 @@ _EXACT_NUMBERS = 2**11
 _STRIDE = 8
 # Blocks of a step of more numbers than this: on a CPU one step after the other is faster.
 _LARGE_NUMBERS = 2**13
-# Where the blocks of all steps are too many to factorise: one step's of at most so many numbers on a CPU, where those of a few
-# steps of an even grid serve, and of at most this size on a GPU.
-_FEW_NUMBERS, _GPU_SIZE = 2**18, 1024
+# On a GPU blocks pay up to this size.
+_GPU_SIZE = 1024
 # Iterations that a small problem needs at least: they are taken together. A test of convergence costs more on a GPU.
 _FIRST, _FIRST_ON_GPU = 2, 3
 # Iterations of each step where nobody looks.
@@ -75,12 +74,8 @@ class Linearised:
     @property
     def pays(self) -> bool:
         """Whether blocks are faster than a solve of each step without."""
-        if self._statement.fits:
-            return True
-        numbers = self._data[0].shape[0] * self._k**2
-        if numbers * self._statement.steps > DENSE_NUMBERS:
-            return False
-        return numbers <= _FEW_NUMBERS and self.even if self.on_cpu else self._k <= _GPU_SIZE
+        numbers = self._data[0].shape[0] * self._statement.steps * self._k**2
+        return self._statement.fits or (not self.on_cpu and self._k <= _GPU_SIZE and numbers <= DENSE_NUMBERS)
 
     @property
     def small(self) -> bool:

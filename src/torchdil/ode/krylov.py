@@ -1,0 +1,133 @@
+"""Solves with the Jacobian of a step that is too large to form, in one fast call.
+
+The block of a step, G(Y) = Y - h Σ a f(Y), changes little from step to step, and GMRES needs about as many steps as it needed
+for the last ones. So it takes as many, without a look at the numbers in between, and the whole of it is compiled
+(`torchdil.compiled`). A solve that needed more is made again, one step after another; every tenth is checked by autograd.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchdil import batch
+from torchdil.compiled import Compiled, memory
+from torchdil.linear import GMRES
+from torchdil.linear.base import LinearSolver
+from torchdil.modes import saving_hooked, transforms_active
+from torchdil.ode.field import Field
+from torchdil.operator import Operator
+from torchdil.solution import Result, Stats
+
+# The most steps of so many solves are taken; so many more than needed are no reason to compile anew, ...
+_RECENT, _SPARE = 100, 2
+# ... which takes half a second: so many solves must have gone by since the number has changed.
+_PATIENCE = 100
+_CHECKED_EVERY = 10
+# On a CPU, beyond so many numbers in a vector, Python's part in a solve is small, and a good guess is worth more.
+_SMALL = 2**15
+# How far above the tolerance a residual may be that was worked out in another way.
+SLACK = 10.0
+
+
+def at_hand(field: Field) -> bool:
+    """Whether f can be differentiated by itself, by torch.func: not one that `vmap` refuses."""
+    return type(field) is Field and field.mode != "loop" and not transforms_active() and not saving_hooked()
+
+
+class _Needed:
+    """How many steps the last solves needed, how many the next is to take, and how many solves ago that has changed."""
+
+    def __init__(self) -> None:
+        self.recent: deque[int] = deque(maxlen=_RECENT)
+        self.steps = self.since = 0
+
+    def add(self, steps: int) -> None:
+        self.recent.append(steps)
+        self.since += 1
+        most = max(self.recent)
+        if not most <= self.steps <= most + _SPARE:
+            self.steps, self.since = most, 0
+
+
+class Block(NamedTuple):
+    """G, whose Jacobian J is solved with.
+
+    Attributes:
+        func: the user's function; what is compiled is kept as long as it lives.
+        key: what G depends on, besides `func` and its arguments.
+        function: G(Y, *data), (B, q) -> (B, q), where data are tensors.
+    """
+
+    func: Any
+    key: Hashable
+    function: Callable[..., Tensor]
+
+    def operator(self, Y: Tensor, data: tuple[Tensor, ...]) -> Operator:
+        """J at Y, (B, q)."""
+        return Operator(lambda u: self.function(u, *data), Y, False)
+
+    def expected(self, gmres: GMRES, transpose: bool = False) -> int:
+        """How many steps the next solve will take, if the last ones did not differ much; else 0."""
+        needed = self._needed(gmres, transpose)
+        return needed.steps if needed.since >= _PATIENCE else 0
+
+    def solve(
+        self,
+        gmres: GMRES,
+        inner: LinearSolver,
+        Y: Tensor,
+        rhs: Tensor,
+        data: tuple[Tensor, ...],
+        taken: int,
+        transpose: bool = False,
+        guess: Tensor | None = None,
+    ) -> Result:
+        """x with J x = rhs, or Jᵀ x = rhs: by so many steps of `gmres` if these suffice, or else by `inner`."""
+        operator = self.operator(Y, data)
+        small = rhs.numel() and (rhs.is_cuda or rhs.numel() <= _SMALL)
+        if not small or torch.are_deterministic_algorithms_enabled():  # rounding must not depend on calls before
+            return inner.solve(operator, rhs, guess, transpose=transpose)
+        needed = self._needed(gmres, transpose)
+        at_once = gmres.at_once(operator, transpose, taken)
+        if at_once is not None:
+
+            def routine(Y: Tensor, rhs: Tensor, *data: Tensor) -> tuple[Tensor, ...]:
+                product = _product(lambda u: self.function(u, *data), Y, transpose)
+                x, good, _, residual, tolerance, history, *_ = at_once.routine(product, rhs, rhs)
+                steps = (history > tolerance.unsqueeze(1)).sum(dim=1)
+                return x, torch.stack((good.all().long(), steps.amax())), steps, residual, tolerance
+
+            fast = Compiled(self.func, ("block", transpose, at_once.key, self.key), routine, patience=0)
+            x, told, steps, residual, tolerance = fast(Y, rhs, *data)
+            good, most = told.tolist()
+            if good and needed.since % _CHECKED_EVERY == 0:
+                left = rhs - operator.product(transpose)(x) - gmres.damping * x
+                if not bool((batch.norm(left) <= SLACK * tolerance).all()):  # f is not what it was
+                    good = False
+                    self.forget()
+            if good:
+                needed.add(most)
+                stats = Stats(f"GMRES({gmres.restart})", steps, residual, tolerance, taken)
+                return Result(x, torch.zeros_like(steps), stats)
+        result = inner.solve(operator, rhs, transpose=transpose)
+        needed.add(int(result.stats.steps.max()))
+        return result
+
+    def _needed(self, gmres: GMRES, transpose: bool) -> _Needed:
+        needed: _Needed = memory(self.func).setdefault(("needed", gmres.settings, self.key, transpose), _Needed())
+        return needed
+
+    def forget(self) -> None:
+        """What was compiled is out of date."""
+        memory(self.func).clear()
+
+
+def _product(function: Callable[[Tensor], Tensor], Y: Tensor, transpose: bool) -> Callable[[Tensor], tuple[Tensor]]:
+    """Jᵀ p from the backward pass; J p from the backward pass of that, which is linear in p."""
+    _, pull = torch.func.vjp(function, Y)  # type: ignore[misc]  # annotated with three results
+    return pull if transpose else torch.func.vjp(lambda p: pull(p)[0], torch.zeros_like(Y))[1]
