@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchdil as dil
 from torchdil import compiled
@@ -31,6 +32,7 @@ class Reaction(nn.Module):
 @pytest.fixture(autouse=True)
 def compiled_soon(monkeypatch):
     monkeypatch.setattr(krylov, "_PATIENCE", 2)
+    monkeypatch.setattr(krylov, "_AT_FIRST", 1)
 
 
 def start(samples=2):
@@ -116,6 +118,72 @@ def test_what_was_compiled_for_another_function_is_given_up():
     assert before.isdisjoint(id(kind) for kind in kinds(func).values())
 
 
+def test_a_loose_tolerance_does_not_hide_another_function():
+    func, y0, times = Reaction(), start(), torch.linspace(0, 3, 16, dtype=torch.float64)
+    for number in (1.0, 1.0, 1.0, 3.0):
+        func.number = number
+        found = dil.ode.solve(func, y0, times, batch_dims=1, linear_solver=GMRES(rtol=1e-2), solver=SimplifiedNewton())
+        torch.autograd.grad(found.value.pow(2).sum(), func.d)
+        stats = found.report.backward.stats
+        assert (stats.residual <= 1.5 * stats.tolerance).all()
+
+
+class Counting(Reaction):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, t, y):
+        self.calls += 1
+        return super().forward(t, y)
+
+
+class Offloading(Reaction):
+    def forward(self, t, y):
+        with torch.autograd.graph.save_on_cpu():
+            return super().forward(t, y)
+
+
+class Checkpointing(Reaction):
+    def forward(self, t, y):
+        return checkpoint(super().forward, t, y, use_reentrant=False)
+
+
+class Solving(Reaction):
+    """With three samples `vmap` takes samples for right-hand sides."""
+
+    def forward(self, t, y):
+        matrix = torch.eye(SIDE * SIDE, dtype=torch.float64) + 0.1
+        return super().forward(t, y) - torch.linalg.solve(matrix, y.flatten(1).unsqueeze(-1)).view_as(y)
+
+
+@pytest.mark.parametrize("kind", [Counting, Offloading, Checkpointing, Solving])
+@pytest.mark.parametrize("jacobian", ["krylov", "full", None])
+def test_functions_that_torch_func_cannot_differentiate(kind, jacobian):
+    func, y0, times = kind(), start(3), torch.linspace(0, 3, 6, dtype=torch.float64)
+    solver = None if jacobian is None else SimplifiedNewton(jacobian=jacobian)
+    linear_solver = GMRES() if jacobian == "krylov" else None
+    for _ in range(3):
+        y = dil.odeint(func, y0, times, batch_dims=1, solver=solver, linear_solver=linear_solver)
+        (gradient,) = torch.autograd.grad(y.pow(2).sum(), func.d)
+    with torch.no_grad():
+        differences = []
+        for step in (1e-5, -1e-5):
+            func.d += step
+            differences.append(dil.odeint(func, y0, times, batch_dims=1).pow(2).sum() / 2e-5)
+            func.d -= step
+    torch.testing.assert_close(gradient, differences[0] - differences[1], rtol=1e-5, atol=0)
+
+
+def test_a_function_made_anew_for_each_call_is_not_compiled(monkeypatch):
+    monkeypatch.setattr(krylov, "_AT_FIRST", 10**6)
+    monkeypatch.setattr(compiled, "_fast_form", None)
+    func, y0, times = Reaction(), start(), torch.linspace(0, 3, 6, dtype=torch.float64)
+    for _ in range(4):
+        y = dil.odeint(lambda t, y: func(t, y), y0, times, solver=SimplifiedNewton(jacobian="krylov"), linear_solver=GMRES())
+        torch.autograd.grad(y.pow(2).sum(), func.d)
+
+
 def test_a_solve_that_needs_more_steps_is_made_again():
     y0 = torch.zeros(1, 6, dtype=torch.float64)
     block = Block(nn.Module(), "test", lambda y, A: y @ A.mT)
@@ -131,7 +199,7 @@ def test_a_solve_that_needs_more_steps_is_made_again():
 
 
 def test_more_steps_than_needed_are_no_reason_to_compile_anew():
-    needed = krylov._Needed()
+    needed = krylov._Needed(object())
     taken = []
     for steps in (5, 7, 6, *([4] * 110), *([2] * 110)):
         needed.add(steps)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,10 +60,12 @@ class Field:
     Attributes:
         layout: the structure of y0.
         mode: "rows", "vmap", "loop", "samples" or "still", see above.
+        differentiable: whether torch.func can differentiate it; not an f that writes into a buffer, for example.
     """
 
     layout: Layout
     mode: str
+    differentiable: bool = field(default=True, kw_only=True)
 
     def __call__(self, call: Call, t: Tensor, y: Tensor) -> Tensor:
         """f(t, y): t of shape (N,), or (B, N) with times per sample; y and the result (B, N, D)."""
@@ -118,16 +120,19 @@ def field_of(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool = 
         return Field(layout, "samples" if per_sample and layout.batch_shape else "vmap")
     if key not in known:
         known[key] = _checked(func, t, y0, layout, per_sample)
-    return Field(layout, known[key])
+    mode, differentiable = known[key]
+    return Field(layout, mode, differentiable=differentiable)
 
 
-def _checked(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool) -> str:
+def _checked(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool) -> tuple[str, bool]:
+    """The mode of the field, and whether torch.func can differentiate it."""
     with torch.no_grad(), no_tangents():
         y = layout.ravel(y0).detach()
-        # Different points: a field that mixes them up is found out. Times far apart: so is one that has lost them.
+        # Different points: a field that mixes them up is found out. Times far apart: so is one that has lost them. And not as
+        # many points as samples: one that takes the ones for the others is, too.
         away = 0.1 * y.abs().clamp_min(1e-3)
-        points = torch.stack((y, y + away, y - away), dim=1)
-        times = t.detach()[[0, len(t) // 2, -1]].to(y.dtype)
+        points = torch.stack((y, y + away, y - away, *([y + 0.5 * away] if len(y) == 3 else [])), dim=1)
+        times = t.detach()[torch.linspace(0, len(t) - 1, points.shape[1], device=t.device).long()].to(y.dtype)
         expected = Field(layout, "loop")(func, times, points)
 
         def agrees(mode: str) -> bool:
@@ -141,10 +146,31 @@ def _checked(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool) -
         # vmap refuses a branch on a value, which "rows" would take for all points at once.
         usable = agrees("vmap")
         if usable and layout.batch_shape and not isinstance(func, _SCRIPTED) and agrees("rows"):
-            return "rows"
-        if usable and agrees(mode):
-            return mode
-        return "still" if usable and per_sample and agrees("still") else "loop"
+            mode = "rows"
+        elif not (usable and agrees(mode)):
+            mode = "still" if usable and per_sample and agrees("still") else "loop"
+        if mode == "loop":
+            return mode, False
+        f = functools.partial(Field(layout, mode), func, times)
+        if _works(lambda: torch.func.vjp(f, points)[1](expected)):
+            return mode, True
+        return (mode, False) if _works(lambda: _differentiated(f, points)) else ("loop", False)
+
+
+def _works(attempt: Callable[[], Any]) -> bool:
+    try:
+        attempt()
+    except Exception:  # whatever the function does not like of it
+        return False
+    return True
+
+
+@torch.enable_grad()
+def _differentiated(f: Callable[[Tensor], Tensor], points: Tensor) -> None:
+    leaf = points.detach().requires_grad_()
+    found = f(leaf)
+    if found.requires_grad:
+        torch.autograd.grad(found.sum(), leaf, allow_unused=True)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torchdil.linear.base import LinearSolver
 from torchdil.modes import transforms_active
 from torchdil.ode.bidiagonal import Bidiagonal
 from torchdil.ode.equation import Equation, Grid
-from torchdil.ode.krylov import Block, at_hand
+from torchdil.ode.krylov import Block, Blocks, at_hand
 from torchdil.ode.march import Marching
 from torchdil.ode.methods import Method
 from torchdil.ode.newton import SimplifiedNewton
@@ -23,7 +23,7 @@ from torchdil.ode.trajectory import Trajectory, sizes
 from torchdil.ode.whole import Linearised, WholeTrajectory
 from torchdil.operator import Operator
 from torchdil.problem import Call
-from torchdil.solution import Report, Result
+from torchdil.solution import Report
 from torchdil.solve import Setting
 from torchdil.solvers.base import Solver
 
@@ -86,17 +86,12 @@ def structured_solver(
     def local(y: Tensor, step: int) -> Operator:
         return block.operator(*place(y, step))
 
-    def quick(operator: Operator, step: int, transpose: bool, rhs: Tensor, guess: Tensor | None) -> Result:
-        Y, data = place(operator.y, step)
-        # Fixed for this point: two backward passes through it must not differ in a bit.
-        taken = operator.memo.setdefault(("taken", step, transpose), block.expected(gmres, transpose))
-        return block.solve(gmres, asked, Y, rhs, data, taken, transpose, guess)
-
     block = Block(func, (statement.method, statement.field.mode, statement.state), function)
-    gmres = asked if isinstance(asked, GMRES) else GMRES(**settings)
     found = Sequential(**settings, steps=steps, rows=rows, inner=asked, local=None if transforms_active() else local)
     plain = isinstance(asked, (Auto, GMRES)) and asked.preconditioner is None and asked.product == "auto"
-    return replace(found, quick=quick, forget=block.forget) if plain and at_hand(statement.field) else found
+    if not plain or not at_hand(statement.field):
+        return found
+    return replace(found, quick=Blocks(block, place, asked if isinstance(asked, GMRES) else GMRES(**settings), asked))
 
 
 def _linearised(statement: Trajectory, equation: Equation, times: Tensor) -> Linearised | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,19 +31,34 @@ _PATIENCE = 100
 _CHECKED_EVERY = 10
 # On a CPU, beyond so many numbers in a vector, Python's part in a solve is small, and a good guess is worth more.
 _SMALL = 2**15
-# How far above the tolerance a residual may be that was worked out in another way.
-SLACK = 10.0
+# How far above its tolerance a residual may be that was worked out in another way, and where rounding has a part in it: where
+# the tolerance is so many roundings.
+_SLACK, _SLACK_OF_ROUNDING, _ROUNDINGS = 1.5, 10.0, 1e4
+# Compiling in the very first call of a function, which may be made anew for each, needs so many times as much patience.
+_AT_FIRST = 10
 
 
-def at_hand(field: Field) -> bool:
-    """Whether f can be differentiated by itself, by torch.func: not one that `vmap` refuses."""
-    return type(field) is Field and field.mode != "loop" and not transforms_active() and not saving_hooked()
+def at_hand(f: Field) -> bool:
+    """Whether f can be differentiated by itself, by torch.func."""
+    return type(f) is Field and f.differentiable and not transforms_active() and not saving_hooked()
+
+
+def confirmed(left: Tensor, tolerance: Tensor, rhs: Tensor) -> bool:
+    """Whether what a solve left of rhs, (B, n), is what it should be."""
+    rounding = tolerance <= _ROUNDINGS * torch.finfo(rhs.dtype).eps * batch.norm(rhs)
+    missed = ~(batch.norm(left) <= torch.where(rounding, _SLACK_OF_ROUNDING, _SLACK) * tolerance)
+    return not bool((missed & torch.isfinite(tolerance)).any())
 
 
 class _Needed:
-    """How many steps the last solves needed, how many the next is to take, and how many solves ago that has changed."""
+    """How many steps the last solves needed, how many the next is to take, and how many solves ago that has changed.
 
-    def __init__(self) -> None:
+    Args:
+        block: the token of the block that asked first.
+    """
+
+    def __init__(self, block: object) -> None:
+        self.block = block
         self.recent: deque[int] = deque(maxlen=_RECENT)
         self.steps = self.since = 0
 
@@ -54,8 +70,9 @@ class _Needed:
             self.steps, self.since = most, 0
 
 
-class Block(NamedTuple):
-    """G, whose Jacobian J is solved with.
+@dataclass(frozen=True, eq=False)
+class Block:
+    """G, whose Jacobian J is solved with, in one call of the user's.
 
     Attributes:
         func: the user's function; what is compiled is kept as long as it lives.
@@ -66,6 +83,7 @@ class Block(NamedTuple):
     func: Any
     key: Hashable
     function: Callable[..., Tensor]
+    token: object = field(default_factory=object)
 
     def operator(self, Y: Tensor, data: tuple[Tensor, ...]) -> Operator:
         """J at Y, (B, q)."""
@@ -74,7 +92,8 @@ class Block(NamedTuple):
     def expected(self, gmres: GMRES, transpose: bool = False) -> int:
         """How many steps the next solve will take, if the last ones did not differ much; else 0."""
         needed = self._needed(gmres, transpose)
-        return needed.steps if needed.since >= _PATIENCE else 0
+        patience = _AT_FIRST * _PATIENCE if needed.block is self.token else _PATIENCE
+        return needed.steps if needed.since >= patience else 0
 
     def solve(
         self,
@@ -106,25 +125,48 @@ class Block(NamedTuple):
             x, told, steps, residual, tolerance = fast(Y, rhs, *data)
             good, most = told.tolist()
             if good and needed.since % _CHECKED_EVERY == 0:
-                left = rhs - operator.product(transpose)(x) - gmres.damping * x
-                if not bool((batch.norm(left) <= SLACK * tolerance).all()):  # f is not what it was
-                    good = False
+                good = confirmed(rhs - operator.product(transpose)(x) - gmres.damping * x, tolerance, rhs)
+                if not good:  # f is not what it was
                     self.forget()
             if good:
                 needed.add(most)
                 stats = Stats(f"GMRES({gmres.restart})", steps, residual, tolerance, taken)
                 return Result(x, torch.zeros_like(steps), stats)
+            needed.since = 0
         result = inner.solve(operator, rhs, transpose=transpose)
         needed.add(int(result.stats.steps.max()))
         return result
 
     def _needed(self, gmres: GMRES, transpose: bool) -> _Needed:
-        needed: _Needed = memory(self.func).setdefault(("needed", gmres.settings, self.key, transpose), _Needed())
+        needed: _Needed = memory(self.func).setdefault(("needed", gmres.settings, self.key, transpose), _Needed(self.token))
         return needed
 
     def forget(self) -> None:
         """What was compiled is out of date."""
         memory(self.func).clear()
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The blocks of all steps of a trajectory.
+
+    Attributes:
+        block: G of one step.
+        place: (y (B, n), step) -> Y and the data of that step.
+        gmres, inner: solve with it, see `Block`.
+    """
+
+    block: Block
+    place: Callable[[Tensor, int], tuple[Tensor, tuple[Tensor, ...]]]
+    gmres: GMRES
+    inner: LinearSolver
+
+    def expected(self, transpose: bool) -> int:
+        return self.block.expected(self.gmres, transpose)
+
+    def solve(self, y: Tensor, step: int, rhs: Tensor, taken: int, transpose: bool, guess: Tensor | None) -> Result:
+        Y, data = self.place(y, step)
+        return self.block.solve(self.gmres, self.inner, Y, rhs, data, taken, transpose, guess)
 
 
 def _product(function: Callable[[Tensor], Tensor], Y: Tensor, transpose: bool) -> Callable[[Tensor], tuple[Tensor]]:
