@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torchdil import batch
 from torchdil.batch import Layout
 from torchdil.compiled import memory
-from torchdil.modes import no_tangents, transforms_active
+from torchdil.modes import no_tangents, plain_saving, saving_hooked, transforms_active
 
 Call = Callable[..., Any]
 # They would not tell that they use t.
@@ -114,7 +114,7 @@ class Field:
 def field_of(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool = False) -> Field:
     """The best field that agrees with the function itself at y0; `per_sample`: each sample will have times of its own."""
     leaf = pytree.tree_leaves(y0)[0]
-    key = ("field", per_sample, layout, leaf.dtype, leaf.device, getattr(func, "training", None))
+    key = ("field", per_sample, layout, leaf.dtype, leaf.device, getattr(func, "training", None), saving_hooked())
     known = memory(func)
     if key not in known and transforms_active():  # no values to compare
         return Field(layout, "samples" if per_sample and layout.batch_shape else "vmap")
@@ -152,7 +152,7 @@ def _checked(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool) -
         if mode == "loop":
             return mode, False
         f = functools.partial(Field(layout, mode), func, times)
-        if _works(lambda: torch.func.vjp(f, points)[1](expected)):
+        if not saving_hooked() and _works(lambda: torch.func.vjp(f, points)[1](expected)):
             return mode, True
         return (mode, False) if _works(lambda: _differentiated(f, points)) else ("loop", False)
 
@@ -167,10 +167,11 @@ def _works(attempt: Callable[[], Any]) -> bool:
 
 @torch.enable_grad()
 def _differentiated(f: Callable[[Tensor], Tensor], points: Tensor) -> None:
-    leaf = points.detach().requires_grad_()
-    found = f(leaf)
-    if found.requires_grad:
-        torch.autograd.grad(found.sum(), leaf, allow_unused=True)
+    with plain_saving():
+        leaf = points.detach().requires_grad_()
+        found = f(leaf)
+        if found.requires_grad:
+            torch.autograd.grad(found.sum(), leaf, allow_unused=True)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
