@@ -242,7 +242,8 @@ class _Check:
             loss = self.loss()
             if not loss.requires_grad:
                 return [torch.zeros_like(t) for t in tensors]
-            return list(torch.autograd.grad(loss, tensors, materialize_grads=True))
+            # Zeros that torch fills in may require grad.
+            return [grad.detach() for grad in torch.autograd.grad(loss, tensors, materialize_grads=True)]
 
     def worst(self, grads: list[Tensor], exact: list[Tensor]) -> float:
         """The largest relative difference of a tensor's gradient; what is not finite is as wrong as can be."""
