@@ -184,6 +184,17 @@ def test_a_function_made_anew_for_each_call_is_not_compiled(monkeypatch):
         torch.autograd.grad(y.pow(2).sum(), func.d)
 
 
+def test_what_cannot_be_compiled_is_tried_once(monkeypatch):
+    tried = []
+    monkeypatch.setattr(compiled, "_fast_form", lambda *given: tried.append(given))
+    func, y0, times = Reaction(), start(), torch.linspace(0, 3, 6, dtype=torch.float64)
+    expected = solved(func, y0, times, dil.Dense(), "full")
+    tried.clear()
+    for _ in range(4):
+        close(solved(func, y0, times, GMRES()), expected)
+    assert len(tried) == 2  # J and Jᵀ
+
+
 def test_a_solve_that_needs_more_steps_is_made_again():
     y0 = torch.zeros(1, 6, dtype=torch.float64)
     block = Block(nn.Module(), "test", lambda y, A: y @ A.mT)

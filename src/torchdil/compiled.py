@@ -63,7 +63,12 @@ class Compiled:
         key: what else it depends on, besides the shapes of its inputs.
         function: tensors -> tensors, in plain torch operations.
         patience: after how many calls of one kind to trace it, which takes a few tenths of a second; None: ten.
+
+    Attributes:
+        was_fast: whether the last call was one of the fast form.
     """
+
+    was_fast = False
 
     def __init__(self, owner: Any, key: Hashable, function: Function, patience: int | None = None):
         self._function, self._memory = function, memory(owner)
@@ -82,6 +87,7 @@ class Compiled:
         if kind.calls == self._patience + 1:
             with tracing:
                 kind.fast = _fast_form(self._function, inputs)
+        self.was_fast = kind.fast is not None
         if kind.fast is None:
             return self._function(*inputs)
         with kind.lock:

@@ -61,6 +61,7 @@ class _Needed:
         self.block = block
         self.recent: deque[int] = deque(maxlen=_RECENT)
         self.steps = self.since = 0
+        self.refused = False
 
     def add(self, steps: int) -> None:
         self.recent.append(steps)
@@ -93,7 +94,7 @@ class Block:
         """How many steps the next solve will take, if the last ones did not differ much; else 0."""
         needed = self._needed(gmres, transpose)
         patience = _AT_FIRST * _PATIENCE if needed.block is self.token else _PATIENCE
-        return needed.steps if needed.since >= patience else 0
+        return needed.steps if needed.since >= patience and not needed.refused else 0
 
     def solve(
         self,
@@ -123,6 +124,7 @@ class Block:
 
             fast = Compiled(self.func, ("block", transpose, at_once.key, self.key), routine, patience=0)
             x, told, steps, residual, tolerance = fast(Y, rhs, *data)
+            needed.refused = not fast.was_fast  # torch cannot compile it: step by step is faster then
             good, most = told.tolist()
             if good and needed.since % _CHECKED_EVERY == 0:
                 good = confirmed(rhs - operator.product(transpose)(x) - gmres.damping * x, tolerance, rhs)
