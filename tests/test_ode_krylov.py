@@ -197,13 +197,12 @@ def test_what_cannot_be_compiled_is_tried_once(monkeypatch):
 
 def test_a_solve_that_needs_more_steps_is_made_again():
     y0 = torch.zeros(1, 6, dtype=torch.float64)
-    block = Block(nn.Module(), "test", lambda y, A: y @ A.mT)
+    block = Block(nn.Module(), "test", lambda y, A: y @ A.mT, GMRES(), GMRES())
     spread, narrow = (torch.diag(torch.linspace(1, top, 6, dtype=torch.float64)) for top in (50.0, 1.0))
     rhs = torch.ones(1, 6, dtype=torch.float64)
-    gmres = GMRES()
     steps = []
     for A in (narrow, narrow, narrow, narrow, spread, spread, narrow):
-        result = block.solve(gmres, gmres, y0, rhs, (A,), block.expected(gmres))
+        result = block.solve(y0, (A,), rhs, block.expected())
         close([result.value], [rhs / A.diagonal()])
         steps.append(int(result.stats.steps))
     assert steps == [1, 1, 1, 1, 6, 6, 1]

@@ -60,12 +60,12 @@ class Field:
     Attributes:
         layout: the structure of y0.
         mode: "rows", "vmap", "loop", "samples" or "still", see above.
-        differentiable: whether torch.func can differentiate it; not an f that writes into a buffer, for example.
+        functional: whether torch.func can differentiate it; not an f that writes into a buffer, for example.
     """
 
     layout: Layout
     mode: str
-    differentiable: bool = field(default=True, kw_only=True)
+    functional: bool = field(default=True, kw_only=True)
 
     def __call__(self, call: Call, t: Tensor, y: Tensor) -> Tensor:
         """f(t, y): t of shape (N,), or (B, N) with times per sample; y and the result (B, N, D)."""
@@ -120,8 +120,8 @@ def field_of(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool = 
         return Field(layout, "samples" if per_sample and layout.batch_shape else "vmap")
     if key not in known:
         known[key] = _checked(func, t, y0, layout, per_sample)
-    mode, differentiable = known[key]
-    return Field(layout, mode, differentiable=differentiable)
+    mode, functional = known[key]
+    return Field(layout, mode, functional=functional)
 
 
 def _checked(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool) -> tuple[str, bool]:

@@ -14,7 +14,7 @@ from torchdil.linear.base import LinearSolver
 from torchdil.modes import transforms_active
 from torchdil.ode.bidiagonal import Bidiagonal
 from torchdil.ode.equation import Equation, Grid
-from torchdil.ode.krylov import Block, Blocks, at_hand
+from torchdil.ode.krylov import Block, at_hand
 from torchdil.ode.march import Marching
 from torchdil.ode.methods import Method
 from torchdil.ode.newton import SimplifiedNewton
@@ -86,12 +86,11 @@ def structured_solver(
     def local(y: Tensor, step: int) -> Operator:
         return block.operator(*place(y, step))
 
-    block = Block(func, (statement.method, statement.field.mode, statement.state), function)
+    gmres = asked if isinstance(asked, GMRES) else GMRES(**settings)
+    block = Block(func, (statement.method, statement.field.mode, statement.state), function, gmres, asked)
     found = Sequential(**settings, steps=steps, rows=rows, inner=asked, local=None if transforms_active() else local)
     plain = isinstance(asked, (Auto, GMRES)) and asked.preconditioner is None and asked.product == "auto"
-    if not plain or not at_hand(statement.field):
-        return found
-    return replace(found, quick=Blocks(block, place, asked if isinstance(asked, GMRES) else GMRES(**settings), asked))
+    return replace(found, block=block, place=place) if plain and at_hand(statement.field) else found
 
 
 def _linearised(statement: Trajectory, equation: Equation, times: Tensor) -> Linearised | None:

@@ -40,7 +40,7 @@ _AT_FIRST = 10
 
 def at_hand(f: Field) -> bool:
     """Whether f can be differentiated by itself, by torch.func."""
-    return type(f) is Field and f.differentiable and not transforms_active() and not saving_hooked()
+    return type(f) is Field and f.functional and not transforms_active() and not saving_hooked()
 
 
 def confirmed(left: Tensor, tolerance: Tensor, rhs: Tensor) -> bool:
@@ -79,40 +79,43 @@ class Block:
         func: the user's function; what is compiled is kept as long as it lives.
         key: what G depends on, besides `func` and its arguments.
         function: G(Y, *data), (B, q) -> (B, q), where data are tensors.
+        gmres: solves with J where it is known how many steps that takes.
+        inner: solves with it where it is not.
     """
 
     func: Any
     key: Hashable
     function: Callable[..., Tensor]
+    gmres: GMRES
+    inner: LinearSolver
     token: object = field(default_factory=object)
 
     def operator(self, Y: Tensor, data: tuple[Tensor, ...]) -> Operator:
         """J at Y, (B, q)."""
         return Operator(lambda u: self.function(u, *data), Y, False)
 
-    def expected(self, gmres: GMRES, transpose: bool = False) -> int:
+    def expected(self, transpose: bool = False) -> int:
         """How many steps the next solve will take, if the last ones did not differ much; else 0."""
-        needed = self._needed(gmres, transpose)
+        needed = self._needed(transpose)
         patience = _AT_FIRST * _PATIENCE if needed.block is self.token else _PATIENCE
         return needed.steps if needed.since >= patience and not needed.refused else 0
 
     def solve(
         self,
-        gmres: GMRES,
-        inner: LinearSolver,
         Y: Tensor,
-        rhs: Tensor,
         data: tuple[Tensor, ...],
+        rhs: Tensor,
         taken: int,
         transpose: bool = False,
         guess: Tensor | None = None,
     ) -> Result:
         """x with J x = rhs, or Jᵀ x = rhs: by so many steps of `gmres` if these suffice, or else by `inner`."""
+        gmres, inner = self.gmres, self.inner
         operator = self.operator(Y, data)
         small = rhs.numel() and (rhs.is_cuda or rhs.numel() <= _SMALL)
         if not small or torch.are_deterministic_algorithms_enabled():  # rounding must not depend on calls before
             return inner.solve(operator, rhs, guess, transpose=transpose)
-        needed = self._needed(gmres, transpose)
+        needed = self._needed(transpose)
         at_once = gmres.at_once(operator, transpose, taken)
         if at_once is not None:
 
@@ -139,36 +142,14 @@ class Block:
         needed.add(int(result.stats.steps.max()))
         return result
 
-    def _needed(self, gmres: GMRES, transpose: bool) -> _Needed:
-        needed: _Needed = memory(self.func).setdefault(("needed", gmres.settings, self.key, transpose), _Needed(self.token))
+    def _needed(self, transpose: bool) -> _Needed:
+        key = ("needed", self.gmres.settings, self.key, transpose)
+        needed: _Needed = memory(self.func).setdefault(key, _Needed(self.token))
         return needed
 
     def forget(self) -> None:
         """What was compiled is out of date."""
         memory(self.func).clear()
-
-
-@dataclass(frozen=True, eq=False)
-class Blocks:
-    """The blocks of all steps of a trajectory.
-
-    Attributes:
-        block: G of one step.
-        place: (y (B, n), step) -> Y and the data of that step.
-        gmres, inner: solve with it, see `Block`.
-    """
-
-    block: Block
-    place: Callable[[Tensor, int], tuple[Tensor, tuple[Tensor, ...]]]
-    gmres: GMRES
-    inner: LinearSolver
-
-    def expected(self, transpose: bool) -> int:
-        return self.block.expected(self.gmres, transpose)
-
-    def solve(self, y: Tensor, step: int, rhs: Tensor, taken: int, transpose: bool, guess: Tensor | None) -> Result:
-        Y, data = self.place(y, step)
-        return self.block.solve(self.gmres, self.inner, Y, rhs, data, taken, transpose, guess)
 
 
 def _product(function: Callable[[Tensor], Tensor], Y: Tensor, transpose: bool) -> Callable[[Tensor], tuple[Tensor]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.linear.base import LinearSolver
-from torchdil.ode.krylov import Blocks, confirmed
+from torchdil.ode.krylov import Block, confirmed
 from torchdil.operator import Operator
 from torchdil.solution import Result, Stats, Status
 
@@ -32,20 +32,22 @@ class Sequential(LinearSolver):
         rows: m, the unknowns of a step in units of the state.
         inner: solves with one block.
         local: (y (B, n), step) -> the operator D_n, (B, k); None: f is not at hand by itself, J is solved with as a whole.
-        quick: the blocks, to solve with by what was compiled; None: there is no such thing.
+        block: D_n, to be solved with by what was compiled, if anything; None: by `inner`.
+        place: (y (B, n), step) -> where D_n is, as `block` takes it.
     """
 
     steps: int = 1
     rows: int = 1
     inner: LinearSolver | None = None
     local: Callable[[Tensor, int], Operator] | None = None
-    quick: Blocks | None = None
+    block: Block | None = None
+    place: Callable[[Tensor, int], tuple[Tensor, tuple[Tensor, ...]]] | None = None
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         assert self.inner is not None
         if self.local is None:
             return self.inner.solve(operator, rhs, start, transpose=transpose)
-        if self.quick is not None and (result := self._quickly(self.quick, operator, rhs, transpose)) is not None:
+        if self.block is not None and (result := self._quickly(self.block, operator, rhs, transpose)) is not None:
             return result
         inner, local = self.inner, self.local
 
@@ -56,14 +58,15 @@ class Sequential(LinearSolver):
         operator.products += result.stats.products
         return result
 
-    def _quickly(self, blocks: Blocks, operator: Operator, rhs: Tensor, transpose: bool) -> Result | None:
+    def _quickly(self, block: Block, operator: Operator, rhs: Tensor, transpose: bool) -> Result | None:
         """By what was compiled; None where that is out of date."""
-        taken = operator.memo.setdefault(("taken", transpose), {})
+        taken, place = operator.memo.setdefault(("taken", transpose), {}), self.place
+        assert place is not None
 
         def solve(n: int, right: Tensor, guess: Tensor | None) -> Result:
             # Fixed for this point: two backward passes through it must not differ in a bit.
-            steps = taken.setdefault(n, blocks.expected(transpose))
-            return blocks.solve(operator.y, n, right, steps, transpose, guess)
+            steps = taken.setdefault(n, block.expected(transpose))
+            return block.solve(*place(operator.y, n), right, steps, transpose, guess)
 
         value, status, stats = self._walk(rhs, transpose, solve)
         operator.products += stats.products
@@ -71,7 +74,7 @@ class Sequential(LinearSolver):
             remainder = rhs - operator.product(transpose)(value) - self.damping * value
             solved = (status == Status.converged).unsqueeze(1)
             if not confirmed(torch.where(solved, remainder, 0.0), stats.tolerance, rhs):
-                blocks.block.forget()
+                block.forget()
                 return None
             stats.residual, stats.verified = batch.norm(remainder), True
         return Result(value, status, stats)

@@ -75,8 +75,9 @@ class StepSolver:
         q = d if self._apart else s * d
         fits = q <= _SIZE and samples * q * q <= _NUMBERS
         self.kind = newton.jacobian or ("full" if fits else "krylov")
-        fast = self.kind == "krylov" and at_hand(field)
-        self._block = Block(call if owner is None else owner, (method, field.mode, field.layout), self._own) if fast else None
+        self._gmres, owner = GMRES(rtol=_INNER_RTOL), call if owner is None else owner
+        block = Block(owner, (method, field.mode, field.layout), self._own, self._gmres, self._gmres)
+        self._block = block if self.kind == "krylov" and at_hand(field) else None
         self.max_steps = newton.max_steps or (20 if self.kind in ("full", "krylov") else 100)
         self._explicit = method.explicit
         dense = self.kind in ("full", "diagonal") and not self._explicit
@@ -163,7 +164,7 @@ class StepSolver:
         """An error estimate (B, D) times (I - hγJ)⁻¹ with the γ of the method; at (1,) or (B, 1), h (B, 1)."""
         gamma = self.method.error_filter
         if self.kind == "krylov" and gamma:
-            return GMRES(rtol=_INNER_RTOL).solve(Operator(lambda z: z - h * gamma * self.slope(at, z), y, False), error).value
+            return self._gmres.solve(Operator(lambda z: z - h * gamma * self.slope(at, z), y, False), error).value
         if not gamma or self._eye is None:
             return error
         matrix = self._M if self._apart else self._filter
@@ -380,15 +381,14 @@ class StepSolver:
         self, residual: Callable[[Tensor], Tensor], Y: Tensor, at: Tensor, h: float | Tensor
     ) -> tuple[Tensor, Tensor]:
         if self.kind == "krylov":
-            gmres = GMRES(rtol=_INNER_RTOL)
             if self._block is None:
                 operator = Operator(residual, Y, False)
                 F = operator.graph()[1].detach()
-                return F, gmres.solve(operator, F).value
+                return F, self._gmres.solve(operator, F).value
             with torch.no_grad():
                 F = residual(Y)
                 step = h if isinstance(h, Tensor) else torch.full((), h, dtype=Y.dtype, device=Y.device)
-                return F, self._block.solve(gmres, gmres, Y, F, (at, step), self._block.expected(gmres)).value
+                return F, self._block.solve(Y, (at, step), F, self._block.expected()).value
         F = residual(Y)
         return F, F if self._M is None else torch.bmm(self._M, F.unsqueeze(2)).squeeze(2)
 

@@ -27,7 +27,7 @@ from torchdil.problem import Call, Problem, Statement
 
 # Blocks of up to this size are factorised, all of a trajectory together if they are at most so many numbers.
 _DENSE_BELOW = 256
-DENSE_NUMBERS = 2**28
+_DENSE_NUMBERS = 2**28
 
 
 class Trajectory(Statement):
@@ -54,8 +54,12 @@ class Trajectory(Statement):
     @property
     def fits(self) -> bool:
         """Whether the blocks of J, those of all steps, can be formed."""
+        return self.fits_up_to(_DENSE_BELOW)
+
+    def fits_up_to(self, size: int) -> bool:
+        """The same, where blocks of another size are worth it."""
         k = len(self.method.rows) * self.state.size
-        return k <= _DENSE_BELOW and self.state.samples * self.steps * k * k <= DENSE_NUMBERS
+        return k <= size and self.state.samples * self.steps * k * k <= _DENSE_NUMBERS
 
     def direct(self) -> LinearSolver | None:
         return Bidiagonal(steps=self.steps, rows=len(self.method.rows)) if self.fits else None

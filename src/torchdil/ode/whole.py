@@ -24,7 +24,7 @@ from torchdil import batch
 from torchdil.compiled import Compiled
 from torchdil.live import LiveTable
 from torchdil.ode.bidiagonal import WIDE, Bidiagonal, Factors, backward_substitution, forward_substitution, inverted, probes
-from torchdil.ode.trajectory import DENSE_NUMBERS, Trajectory, sizes
+from torchdil.ode.trajectory import Trajectory, sizes
 from torchdil.problem import Problem
 from torchdil.solution import Result, Stats, Status
 from torchdil.solvers.base import Solver
@@ -74,8 +74,7 @@ class Linearised:
     @property
     def pays(self) -> bool:
         """Whether blocks are faster than a solve of each step without."""
-        numbers = self._data[0].shape[0] * self._statement.steps * self._k**2
-        return self._statement.fits or (not self.on_cpu and self._k <= _GPU_SIZE and numbers <= DENSE_NUMBERS)
+        return self._statement.fits if self.on_cpu else self._statement.fits_up_to(_GPU_SIZE)
 
     @property
     def small(self) -> bool:
