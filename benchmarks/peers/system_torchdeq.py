@@ -13,7 +13,7 @@ PACKAGES = ("torchdeq", "torch")
 
 def make(problem: Problem, solution: Tensor) -> Layer:
     if problem.kind != "root":
-        raise NotImplementedError("TorchDEQ has fixed points only")
+        raise ValueError("TorchDEQ has fixed points only")
     deq = get_deq(
         ift=True,
         f_solver="fixed_point_iter",

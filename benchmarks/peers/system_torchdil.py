@@ -19,10 +19,10 @@ PACKAGES = ("torchdil", "torch")
 WARM_UP = 14  # calls until the products are traced
 
 
-def make(problem: Problem, solution: Tensor) -> Layer:
+def make(problem: Problem, solution: Tensor, product: str = "auto") -> Layer:
     function = residual if problem.kind == "root" else objective
     state = dil.root if problem.kind == "root" else dil.argmin
-    solver = dil.Auto(rtol=problem.rtol)
+    solver = dil.Auto(rtol=problem.rtol, product=product)
     batch = {"batch_dims": 1 if problem.samples else 0} if problem.kind == "root" else {}
 
     def layer(given: Given) -> Tensor:

@@ -129,6 +129,19 @@ def scripted(function: Function, tensors: Sequence[Tensor], others: Sequence[Ten
     return compiled
 
 
+def by_inductor(function: Function, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Function:
+    """The same by the code generator of torch.compile, whose results are the same to rounding; it takes seconds."""
+    import torch._inductor as inductor  # slow to import, and few need them
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def inputs() -> list[Any]:
+        return [*(t.clone() for t in tensors), *others]
+
+    compiled = inductor.compile(make_fx(lambda *inputs: tuple(function(*inputs)))(*inputs()), inputs())
+    compiled(*inputs())  # what is missing may show in a call only
+    return lambda *inputs: tuple(compiled(*inputs))
+
+
 def _lifted(traced: Any) -> tuple[Any, list[Tensor]]:
     """The traced module with the tensors that it had closed over as further inputs."""
     graph = traced.graph

@@ -197,11 +197,11 @@ class Point:
         tracked = torch.is_grad_enabled() and (self._boundary or self._hidden)
         # A solver that knows the structure of J makes no products, or few.
         solver = condition.linear_solver
-        by_products = solver.product == "auto" and not solver.only and (y.is_cuda or not solver.few_products)
+        by_products = solver.traces and not solver.only and (y.is_cuda or not solver.few_products)
         if tracked and by_products and condition.parts is not None and condition.replay is not None:
             boundary = [] if self._hidden else self._boundary
-            F = primal.detach()
-            self.operator.source = Source(condition.parts, condition.replay, y.detach(), F, condition.symmetric, boundary)
+            given = (condition.parts, condition.replay, y.detach(), primal.detach(), condition.symmetric, boundary)
+            self.operator.source = Source(*given, compiled=solver.product == "compile")
 
     def attach(self) -> Tensor:
         """y (B, n) with the derivatives that the condition implies; y itself where nothing asks for any."""

@@ -48,6 +48,10 @@ _FRESH = {mm, aten.mm.default, aten.addmm.default, aten.addmm_.default}
 Coefficient = float | fx.Node
 
 
+class UntraceableError(RuntimeError):
+    """A function that cannot be taken apart; autograd differentiates it."""
+
+
 @dataclass
 class LinearGraph:
     """A linear function, as operations: `module(vector, *(saved[i] for i in places))` gives its outputs.
@@ -127,7 +131,7 @@ def _deal(node: fx.Node, prelude: _Prelude, parts: list[_Part]) -> None:
 
         target = chosen(node)
     if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
-        raise NotImplementedError(f"{target} draws random numbers, which must be new each time")
+        raise UntraceableError(f"{target} draws random numbers, which must be new each time")
     for part in parts:
         if any(source in part.terms for source in node.all_input_nodes):
             part.take(node, target)
@@ -151,7 +155,7 @@ def _without_changes(node: fx.Node) -> Any:
             packet = getattr(aten, schema.name.removeprefix("aten::")[:-1], None)
             if hasattr(packet, target._overloadname):
                 return getattr(packet, target._overloadname)
-    raise NotImplementedError(f"{target} changes its argument, which cannot be split")
+    raise UntraceableError(f"{target} changes its argument, which cannot be split")
 
 
 class _Inputs:

@@ -4,6 +4,8 @@ F maps (B, n) to (B, n) and row b of F depends on row b of y only, so J is block
 How a product is made is a strategy, because it decides the speed of everything above it:
 
 - "auto": "backward", until the same layer has been solved with a few times; then what a trace of it leaves (`torchdil.traced`).
+- "compile": the same, and on a CPU what such a trace is often asked for is compiled by torch.compile's Inductor. That takes a
+  C++ compiler and some seconds for each layer and set of shapes; it pays for small problems that are solved ten thousand times.
 - "backward": `autograd.grad` on the graph of F, built once (double backward for an argmin). Works for every torch function.
 - "forward": forward mode through F, re-evaluated for each product. Often the fastest on a GPU; needs forward-mode rules.
 - "traced": the backward product, traced at once for this solve alone (`torchdil.linearize`). For long solves.
@@ -29,7 +31,9 @@ from torchdil.linearize import split
 from torchdil.traced import Source, TracedJacobian
 
 Product = Callable[[Tensor], Tensor]
-STRATEGIES = ("auto", "backward", "forward", "traced", "measure")
+# Those that a trace is kept for from solve to solve, and those that "measure" chooses from.
+KEPT, _TIMED = ("auto", "compile"), ("backward", "forward", "traced")
+STRATEGIES = (*KEPT, *_TIMED, "measure")
 
 # Of the rows of the Jacobian that are computed in one batched product: at most this many, and this many numbers. More are no
 # faster, and a batched product may copy the weights for each of its rows.
@@ -149,7 +153,8 @@ class Operator:
         if strategy not in STRATEGIES:
             raise ValueError(f"product must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}.")
         transpose = transpose or self.symmetric
-        strategy = "backward" if strategy == "auto" and self.sure else strategy
+        if strategy in KEPT:
+            strategy = "backward" if self.sure else "auto"
         if (strategy, transpose) not in self._made:
             self._made[strategy, transpose] = self._make(strategy, transpose)
         made = self._made[strategy, transpose]
@@ -270,7 +275,7 @@ class Operator:
         with _choices_lock:
             choice = _choices.get(key) if self._key is not None else None
         if choice is None:
-            choice = min(STRATEGIES[1:-1], key=lambda strategy: self._seconds(strategy, transpose))
+            choice = min(_TIMED, key=lambda strategy: self._seconds(strategy, transpose))
             with _choices_lock:
                 _choices[key] = choice
         return self._make(choice, transpose)

@@ -1,9 +1,10 @@
 """Products with J that are asked for again and again, by the few operations that `linearize` leaves of them.
 
 A layer in a training loop solves with the Jacobian of the same function time and again, only the numbers being others. After a
-few solves it is traced, and from then on products are made by what is left of the trace: as a TorchScript graph on a CPU, as a
-CUDA graph on a GPU. Tensors that the function reads are inputs of the trace, wherever it reads them from
-(`captures.signature`), and everything else that it reads is part of the key under which the trace is kept.
+few solves it is traced, and from then on products are made by what is left of the trace: as a TorchScript graph on a CPU, or as
+what Inductor makes of it for those who ask for that, and as a CUDA graph on a GPU. Tensors that the function reads are inputs
+of the trace, wherever it reads them from (`captures.signature`), and everything else that it reads is part of the key under
+which the trace is kept.
 
 That leaves what cannot be seen, a number in a file for example. So F by the trace is compared with F at every point. A backward
 pass that such a thing changes while F stays the same is no more than a possibility: whoever solves checks the first few
@@ -24,9 +25,9 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.captures import signature
-from torchdil.compiled import CudaGraph, room_for, scripted, tracing
+from torchdil.compiled import CudaGraph, by_inductor, room_for, scripted, tracing
 from torchdil.graph import partial_derivatives
-from torchdil.linearize import Split, add_in_place, split
+from torchdil.linearize import Split, UntraceableError, add_in_place, split
 
 Product = Callable[[Tensor], Tensor]
 # A function of linear functions and tensors.
@@ -47,6 +48,9 @@ _RECENT = 10
 _MADE, _MADE_NUMBERS = 16, 2**10
 # Of one trace so many routines are kept: one for each number of steps, and a CUDA graph has memory of its own.
 _ROUTINES = 16
+# With `product="compile"` what was run so often is compiled, as a number of steps that came once may not come again, unless it
+# is made of more numbers: then the time is that of its products, which Inductor leaves to the same BLAS.
+_OFTEN, _SMALL = 20, 2**18
 
 
 class _Memory:
@@ -66,21 +70,21 @@ class _Trace:
         pulled: the places, among what the function reads, of the θ that F depends on.
     """
 
-    def __init__(self, halves: Split, tensors: list[Tensor], pulled: list[int], symmetric: bool):
+    def __init__(self, halves: Split, tensors: list[Tensor], pulled: list[int], symmetric: bool, compiled: bool):
         places = {id(t): i for i, t in enumerate(tensors)}
         # By the place in the list of what the function reads; what is not there was made by the function itself, and is small.
         self._where: list[Any] = [places.get(id(t), t) for t in halves.captured]
         made = [t.numel() for t in self._where if isinstance(t, Tensor)]
         if len(made) > _MADE or sum(made) > _MADE_NUMBERS:
-            raise NotImplementedError("the function reads tensors that cannot be found")
+            raise UntraceableError("the function reads tensors that cannot be found")
         self._prelude, parts = halves.prelude, list(halves.parts)
         self._parts: dict[Hashable, Any] = {}
         if len(parts) > (1 if symmetric else 2):
             self._parts["pull"] = parts.pop()
             add_in_place(self._parts["pull"])
         self._parts |= {True: parts[0], False: parts[-1]}
-        self.pulled = pulled
-        self._routines: dict[Hashable, Routine] = {}
+        self.pulled, self._to_compile = pulled, compiled
+        self._routines: dict[Hashable, tuple[Routine, int]] = {}  # and how often they were run
         self._lock = threading.Lock()
 
     def prelude(self, y: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -107,11 +111,27 @@ class _Trace:
 
     def _compiled(self, key: Hashable, function: Routine, tensors: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Routine:
         with self._lock:
-            routine = self._routines.pop(key, None) or _fast(function, tensors, saved)
-            self._routines[key] = routine  # at the end, as with the traces
+            routine, runs = self._routines.pop(key, (None, 0))
+            if routine is None:
+                routine = _fast(function, tensors, saved)
+            if self._to_compile and runs == _OFTEN and sum(t.numel() for t in (*tensors, *saved)) <= _SMALL:
+                routine = self._faster(function, tensors, saved) or routine
+            self._routines[key] = routine, runs + 1  # at the end, as with the traces
             if len(self._routines) > _ROUTINES:
                 del self._routines[next(iter(self._routines))]
             return routine
+
+    def _faster(self, function: Routine, tensors: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Routine | None:
+        try:
+            with tracing, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch, of itself
+                return by_inductor(function, tensors, saved)
+        except Exception as error:  # a compiler that is missing, or does not take what Inductor has written
+            self._to_compile = False
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            message = f"product='compile' could not compile a layer, which goes on as with 'auto': {reason}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            return None
 
 
 class TracedJacobian:
@@ -146,6 +166,7 @@ class Source:
         y, F: the point and F there, (B, n).
         symmetric: whether J = Jᵀ.
         boundary: the tensors that gradients are wanted of; none: products with J only.
+        compiled: whether to compile, on a CPU, what is often run.
 
     Attributes:
         used: whether anything was computed by a trace.
@@ -159,7 +180,9 @@ class Source:
         F: Tensor,
         symmetric: bool,
         boundary: list[Tensor],
+        compiled: bool = False,
     ):
+        self._compiled = compiled and y.device.type == "cpu"
         self._y, self._F, self._symmetric = y.contiguous(), F, symmetric
         self._memory: _Memory | None = None
         self._trace: _Trace | None = None
@@ -173,7 +196,7 @@ class Source:
             return  # rounding must not depend on how often it was called before
         if getattr(_here, "tracing", False):
             return  # a layer inside the layer that is being traced
-        if (found := signature((parts, self._y, symmetric))) is None:
+        if (found := signature((parts, self._y, symmetric, self._compiled))) is None:
             return
         self._tensors, key = found
         self._versions = [(t, t._version) for t in self._tensors if not t.is_inference()]
@@ -327,7 +350,7 @@ class Source:
                 with warnings.catch_warnings(), torch.random.fork_rng(devices):
                     warnings.simplefilter("ignore")
                     halves = split(derivatives, self._y, *vectors)
-                self._memory.trace = _Trace(halves, self._tensors, pulled, self._symmetric)
+                self._memory.trace = _Trace(halves, self._tensors, pulled, self._symmetric, self._compiled)
             except Exception:  # whatever torch could not do: autograd can
                 self._memory.refused = True
             finally:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.operator import STRATEGIES, Operator, Product
+from torchdil.operator import KEPT, STRATEGIES, Operator, Product
 from torchdil.progress import Progress
 from torchdil.solution import Evidence, Result, Spectrum, Stats, Status
 
@@ -55,7 +55,8 @@ class LinearSolver(ABC):
         max_steps: the most iterations; None: 10 n + 50, but not over 1000.
         damping: ε; A = J + εI (Jᵀ + εI when transposed), the same in every solver.
         preconditioner: `Jacobi()`, `Nystrom()`, `SecantMemory()` or any callable r -> M⁻¹ r on (B, n) tensors.
-        product: how products with J are made: "auto", "backward", "forward", "traced" or "measure" (see `torchdil.operator`).
+        product: how products with J are made: "auto", "compile", "backward", "forward", "traced" or "measure" (see
+            `torchdil.operator`).
     """
 
     only: ClassVar[str] = ""  # the one problem whose structure it knows; empty: any
@@ -100,6 +101,11 @@ class LinearSolver(ABC):
     def settings(self) -> Hashable:
         """What the number of steps depends on; no tensors, which would be kept alive by whoever remembers it."""
         return type(self), self.rtol, self.atol, self.damping
+
+    @property
+    def traces(self) -> bool:
+        """Whether products may be made by a trace that is kept from solve to solve."""
+        return self.product in KEPT
 
     def system(self, operator: Operator, transpose: bool) -> Product:
         """p -> A p with the damping."""

@@ -97,7 +97,7 @@ class CG(LinearSolver):
         progress = self.progress(initial, rhs)
         watched = self.watched(operator, transpose)
         plain = self.preconditioner is None and not self.flexible
-        linear = operator.linear(transpose) if plain and self.product == "auto" else None
+        linear = operator.linear(transpose) if plain and self.traces else None
         # Numbers of one problem are Python's: an operation on a tensor takes as long as a hundred on these.
         numbers: Any = _One if len(rhs) == 1 and rhs.device.type == "cpu" else _Many
         first = numbers.of(rz)

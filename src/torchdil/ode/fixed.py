@@ -89,7 +89,7 @@ def structured_solver(
     gmres = asked if isinstance(asked, GMRES) else GMRES(**settings)
     block = Block(func, (statement.method, statement.field.mode, statement.state), function, gmres, asked)
     found = Sequential(**settings, steps=steps, rows=rows, inner=asked, local=None if transforms_active() else local)
-    plain = isinstance(asked, (Auto, GMRES)) and asked.preconditioner is None and asked.product == "auto"
+    plain = isinstance(asked, (Auto, GMRES)) and asked.preconditioner is None and asked.traces
     return replace(found, block=block, place=place) if plain and at_hand(statement.field) else found
 
 
