@@ -174,7 +174,8 @@ def _ode_part(results: dict[str, Any]) -> str:
             rows.append([label, *times[:2], clock, times[2], *judged, *ratios])
         headings = ["system", "forward", "backward", "by clock", "both", "residual", "gradient"]
         headings += ["forward, ratio", "backward, ratio", "both, ratio"]
-        blocks.append(f"### D = {case['state']}, batch {case['batch']}\n\n{markdown(headings, rows)}\n")
+        note = f"{case['note']}\n\n" if "note" in case else ""  # what has changed since, where it was not measured again
+        blocks.append(f"### D = {case['state']}, batch {case['batch']}\n\n{note}{markdown(headings, rows)}\n")
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items() if name != "platform")
     title = at.get("gpu", f"{at['cpu']}, one core")
     return f"## {title}\n\n{machine(results)}, {versions}.\n\n" + "\n".join(blocks)

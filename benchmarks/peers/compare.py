@@ -186,7 +186,8 @@ def run(
     keep: Callable[[dict[str, Any]], None] = lambda results: None,
 ) -> dict[str, Any]:
     """All problems, or those with `only` in their label; what is there after each of them is handed to `keep`."""
-    pythons = dict.fromkeys((OURS, "untraced", "handwritten"), sys.executable)
+    others = ("untraced", "handwritten") if device == "cuda" else ("untraced", "compiled", "handwritten")
+    pythons = dict.fromkeys((OURS, *others), sys.executable)
     pythons |= {name: python for names, python in ((TORCH, torch_python), (JAX, jax_python)) if python for name in names}
     results: dict[str, Any] = {"machine": machine() | {"device": device}, "cases": []}
     cases = results["cases"]

@@ -17,6 +17,7 @@ NAMES = {
     "jaxopt": "JAXopt",
     "optimistix": "Optimistix",
     "untraced": "torchdil, not traced",
+    "compiled": "torchdil, compiled",
     "handwritten": "written by hand",
 }
 COLOURS = {
@@ -90,7 +91,7 @@ Other comparisons: [neural ODEs](ode-speed.md) with torchdiffeq and diffrax, [Ri
 """
 
 
-# What was tried: its name in the results of `ablation`, its gain as predicted, and why it was not kept if it was not.
+# What was tried: its name in the results of `ablation`, its gain as predicted, and whether it was kept if that is no yes.
 _TRIED = (
     (
         "the product p ↦ J p traced; what does not depend on p once a point",
@@ -118,35 +119,38 @@ _TRIED = (
     ("inner products of GMRES with its basis as x Vᵀ and not as V x", "rows", "-", ""),
     ("a vector times a matrix that no cache holds, read at the speed of the memory (CPU)", "matrices", "-", ""),
     (
-        "`torch.compile` of product and updates",
-        "",
+        "the same function compiled by Inductor, torch.compile's code generator, up to 2¹⁸ numbers (CPU)",
+        "inductor",
         "1.4 on a GPU",
-        "not tried: slow to compile, and one launch is left",
+        'for those who ask, `product="compile"`: it takes a C++ compiler and seconds a layer; not tried on a GPU',
     ),
-    ("pipelined CG, one reduction a step", "", "-", "not tried: on one device a reduction is no message"),
+    ("pipelined CG, one reduction a step", "", "-", "no, not tried: on one device a reduction is no message"),
 )
 
 
-def _tried(ablation: dict[str, Any]) -> str:
-    rows = [[what, predicted, _gains(name, ablation), f"no, {why}" if why else "yes"] for what, name, predicted, why in _TRIED]
+def _tried(results: dict[str, Any]) -> str:
+    rows = [[what, predicted, _gains(name, results), kept or "yes"] for what, name, predicted, kept in _TRIED]
     return (
         tables.markdown(["what", "predicted gain", "measured gain", "kept"], rows)
         + """
 
 *Measured gain*: the backward pass without it over the backward pass with it, everything else being there, on the problems where
-it makes a difference of 10 % or more (`make bench ARGS="--only ablation"`); "-": not measured, or nowhere that much. Below 1:
-there it costs time."""
+it makes a difference of 10 % or more (`make bench ARGS="--only ablation"`; of Inductor, the column "torchdil, compiled" above);
+"-": not measured, or nowhere that much. Below 1: there it costs time."""
     )
 
 
-def _gains(name: str, ablation: dict[str, Any]) -> str:
+def _gains(name: str, results: dict[str, Any]) -> str:
     """On how many problems it pays, and how much."""
     spans = []
-    for results, where in (("ablation", "CPU"), ("ablation_gpu", "H200")):
-        cases = ablation.get(results, {"cases": []})["cases"]
+    for where, suffix in (("CPU", ""), ("H200", "_gpu")):
+        cases = results.get(f"ablation{suffix}", {"cases": []})["cases"]
         # Without the columns nothing is at once either: what is theirs is the rest.
         shared = "at once" if name == "columns" else name
         gains = [one["gains"][name] / (one["gains"][shared] if shared != name else 1) for one in cases if name in one["gains"]]
+        if name == "inductor":
+            ratios = [one["ratios"].get("compiled") for one in results.get(f"peers{suffix}", {"cases": []})["cases"]]
+            gains = [1 / ratio["backward"] for ratio in ratios if ratio]
         if felt := [gain for gain in gains if abs(gain - 1) >= FELT]:
             span = f"{min(felt):.2g}" + (f" to {max(felt):.2g}" if len(felt) > 1 else "")
             spans.append(f"{span} ({where}, {len(felt)} of {len(gains)} problems)")
