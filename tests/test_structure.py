@@ -18,7 +18,7 @@ MAX_LINES = 400
 
 # From the bottom up: a module imports only from its own group's package or from groups above it in this list.
 LAYERS = [
-    ("batch", "compiled", "variables"),
+    ("batch", "compiled", "shapes_only", "variables"),
     ("captures", "convolve", "matvec"),
     ("linearize",),
     ("plot", "graph", "not_a_tensor"),

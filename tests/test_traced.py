@@ -1,9 +1,9 @@
 """Traced derivatives: equal to those of autograd, used once a layer was solved with often enough, and never out of date."""
 
 import gc
-import os
 import pickle
 import threading
+import types
 import warnings
 import weakref
 
@@ -295,19 +295,23 @@ def test_changes_are_seen(change):
     assert len(traces()) == 1 and not any(memory.refused for memory in traced._memories.values())
 
 
-def hidden_in_f(name):
-    return lambda y, x, W: ((y - x) ** 2 * float(os.environ[name])).sum(-1) + functional.softplus(y @ W).sum(-1)
+# A view that does not show what it holds.
+KEPT = {}
+HIDDEN = types.MappingProxyType(KEPT)
 
 
-def hidden_in_x(name):
+def hidden_in_f(y, x, W):
+    return ((y - x) ** 2 * HIDDEN["number"]).sum(-1) + functional.softplus(y @ W).sum(-1)
+
+
+def hidden_in_x(y, x, W):
     """J does not change with the number, F and ∂F/∂x do."""
-    return lambda y, x, W: ((y - float(os.environ[name]) * x) ** 2).sum(-1) + ((y @ W) ** 2).sum(-1)
+    return ((y - HIDDEN["number"] * x) ** 2).sum(-1) + ((y @ W) ** 2).sum(-1)
 
 
-@pytest.mark.parametrize("hidden", [hidden_in_f, hidden_in_x])
-def test_what_cannot_be_seen_is_noticed(hidden, monkeypatch):
-    monkeypatch.setenv("HIDDEN", "1.0")
-    score = hidden("HIDDEN")
+@pytest.mark.parametrize("score", [hidden_in_f, hidden_in_x])
+def test_what_cannot_be_seen_is_noticed(score, monkeypatch):
+    monkeypatch.setitem(KEPT, "number", 1.0)
     W = draw(0, 4, 4).requires_grad_()
 
     def run(seed):
@@ -324,7 +328,7 @@ def test_what_cannot_be_seen_is_noticed(hidden, monkeypatch):
     for seed in range(CALLS):
         run(seed)
     assert traces()
-    monkeypatch.setenv("HIDDEN", "1.5")
+    monkeypatch.setitem(KEPT, "number", 1.5)
     for seed in range(3):
         run(seed)
     assert not traces()
@@ -341,7 +345,7 @@ class Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, v):
-        return v * (Scaled.factor if "SCALED" not in os.environ else float(os.environ["SCALED"]))
+        return v * Scaled.factor * HIDDEN["scale"]
 
 
 def scaled_gradient(W, seed):
@@ -354,6 +358,7 @@ def scaled_gradient(W, seed):
 
 
 def test_numbers_of_a_class_are_seen(monkeypatch):
+    monkeypatch.setitem(KEPT, "scale", 1.0)
     W = 0.2 * draw(0, 4, 4)
     monkeypatch.setattr(traced, "_PATIENCE", 0)
     before = [scaled_gradient(W, 0) for _ in range(5)][-1]
@@ -369,12 +374,12 @@ def test_numbers_of_a_class_are_seen(monkeypatch):
 
 
 def test_a_hidden_change_of_the_derivative_alone_is_told(monkeypatch):
-    monkeypatch.setenv("SCALED", "1.0")
+    monkeypatch.setitem(KEPT, "scale", 1.0)
     W = 0.2 * draw(0, 4, 4)
     for seed in range(traced._PATIENCE + traced._CHECKED_FIRST + 1):
         scaled_gradient(W, seed)
     assert traces()
-    monkeypatch.setenv("SCALED", "2.0")
+    monkeypatch.setitem(KEPT, "scale", 2.0)
     with pytest.warns(dil.ConvergenceWarning, match="up to nine gradients before this one may be wrong"):
         for _ in range(traced._CHECKED_EVERY):
             found = scaled_gradient(W, 0)
@@ -535,14 +540,10 @@ def test_nothing_of_the_user_is_kept():
 
 
 def test_large_tensors_that_cannot_be_found_are_not_kept():
-    class Slots:
-        __slots__ = ("data",)
-
     def stated(y, x):
-        return ((y - x) ** 2).sum(-1) + functional.softplus(y @ (W + getattr(hidden, "data"))).sum(-1)  # noqa: B009
+        return ((y - x) ** 2).sum(-1) + functional.softplus(y @ (W + hidden["data"])).sum(-1)
 
-    hidden, W = Slots(), draw(0, 40, 40).requires_grad_()
-    hidden.data = draw(1, 40, 40)
+    hidden, W = types.MappingProxyType({"data": draw(1, 40, 40)}), draw(0, 40, 40).requires_grad_()
     for seed in range(CALLS):
         x = draw(seed, 3, 40).requires_grad_()
         dil.argmin(stated, torch.zeros_like(x), (x,)).value.sum().backward()

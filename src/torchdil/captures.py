@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
@@ -67,7 +68,8 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
 
     Shapes, numbers, the code of functions and the types of objects are in the key; what cannot be looked into is there by its
     identity. Of an object that functions only read attributes of, those count: a method of a model does not depend on the list
-    of losses that the model keeps. None for a function that reaches too many objects, or compiled ones.
+    of losses that the model keeps. None for a function that reaches too many objects, or compiled ones, or modules whose hooks
+    want to see what autograd does.
     """
     tensors: list[Tensor] = []
     key: list[Any] = []
@@ -93,38 +95,59 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
         elif isinstance(item, torch.jit.ScriptModule):
             return None  # which does not show what it reads
         elif isinstance(item, nn.Module):
+            if item._backward_hooks or item._backward_pre_hooks:
+                return None
             left_out = getattr(kind, "_left_by_calls", ())
             names = [name for name in item.__dict__ if name not in _OF_MODULES and name not in left_out]
             key += (kind, *names, *item._parameters, *item._buffers, *item._modules, item.training)
             stack.extend(item.__dict__[name] for name in names)
             stack += (*item._parameters.values(), *item._buffers.values(), *item._modules.values())
-            stack += (*item._forward_pre_hooks.values(), *item._forward_hooks.values())
+            stack += (*item._forward_pre_hooks.values(), *item._forward_hooks.values(), *_methods(item, "forward"))
         elif isinstance(item, types.FunctionType):
             key.append(item.__code__)
             if not _of_torch(item):  # whose functions depend on nothing else
-                stack.extend(_read(item))
+                stack += (*_read(item), *item.__dict__.values())
         elif isinstance(item, types.MethodType):
             key.append(kind)
             stack += (item.__func__, *_attributes(item.__self__, _read_of_self(item.__func__)))
+            stack += _methods(item.__self__, item.__func__.__name__)  # those of its bases, which `super()` finds
         elif isinstance(item, dict):
             key += (kind, len(item), *(name if type(name) in _PLAIN else id(name) for name in item))
             stack.extend(item.values())
-        elif isinstance(item, (tuple, list, functools.partial)):
+        elif isinstance(item, (tuple, list, functools.partial, set, frozenset, deque)):
             parts = [part for _, part in _parts(item)]
             key += (kind, len(parts))
             stack += parts
+        elif isinstance(item, np.ndarray) and item.size <= _KEY_LIMIT:
+            key += (kind, item.shape, item.dtype, item.tobytes())
         elif isinstance(item, type) and item.__module__ not in _OF_OTHERS and not item.__module__.startswith("torch."):
             # A class of the user: its numbers, and what a backward of its own reads.
             key.append(id(item))
             functions: tuple[type, ...] = (staticmethod,) if issubclass(item, torch.autograd.Function) else ()
             read = (part for part in vars(item).values() if type(part) in _PLAIN or isinstance(part, (Tensor, *functions)))
             stack += (part.__func__ if isinstance(part, staticmethod) else part for part in read)
-        elif isinstance(item, (type, types.ModuleType)) or not hasattr(item, "__dict__"):
+        elif isinstance(item, (type, types.ModuleType)) or (held := _held(item)) is None:
             key += (kind, id(item))
         else:
-            key += (kind, *item.__dict__)
-            stack.extend(item.__dict__.values())
+            key += (kind, *held)
+            stack += (*held.values(), *_methods(item, "__call__"))
     return tensors, tuple(key)
+
+
+def _held(item: Any) -> dict[str, Any] | None:
+    """The attributes of an object by their names; None where it has no place for any."""
+    members = (pair for base in type(item).__mro__ if "__slots__" in vars(base) for pair in vars(base).items())
+    slots = [name for name, value in members if type(value) is types.MemberDescriptorType]
+    known = getattr(item, "__dict__", None)
+    if known is None and not slots:
+        return None
+    return (known or {}) | {name: getattr(item, name) for name in slots if hasattr(item, name)}
+
+
+def _methods(owner: Any, name: str) -> list[Any]:
+    """The methods of that name that its class and the bases have, those of torch left out."""
+    found = (vars(base).get(name) for base in type(owner).__mro__)
+    return [types.MethodType(one, owner) for one in found if isinstance(one, types.FunctionType) and not _of_torch(one)]
 
 
 def _parts(item: Any) -> Iterable[tuple[str, Any]]:
@@ -140,7 +163,7 @@ def _parts(item: Any) -> Iterable[tuple[str, Any]]:
         return ("", item.__self__), ("", item.__func__)
     if isinstance(item, functools.partial):
         return ("", item.func), *((f"argument {i}", part) for i, part in enumerate(item.args)), *item.keywords.items()
-    if isinstance(item, (tuple, list)):
+    if isinstance(item, (tuple, list, set, frozenset, deque)):
         return ((str(i), part) for i, part in enumerate(item))
     if isinstance(item, dict):
         return ((str(name), part) for name, part in item.items())
@@ -172,9 +195,9 @@ def _read_of_self(function: Any) -> frozenset[str] | None:
 def _attributes(owner: Any, names: frozenset[str] | None) -> list[Any]:
     """The attributes of an object with these names; the object where they are not known, or not to be found."""
     kind: Any = type(owner)
-    if names and kind is types.ModuleType:  # its functions are known by their names, its numbers are not
-        held = (vars(owner).get(name) for name in sorted(names))
-        return [owner, *(value for value in held if type(value) in _PLAIN or isinstance(value, Tensor))]
+    if names and kind is types.ModuleType:
+        others = owner.__name__.split(".")[0] in _OF_OTHERS  # whose functions are known by their names
+        return [owner] if others else [owner, *(vars(owner).get(name) for name in sorted(names))]
     if names is None or isinstance(owner, _WHOLE) or kind.__getattribute__ is not object.__getattribute__:
         return [owner]
     places = [getattr(owner, "__dict__", {})]

@@ -93,8 +93,7 @@ class Condition:
             rhs = rhs.detach()
             if operator.source is not None:
                 operator.source.solved()
-            stale = False
-            solve, atol = partial(self._solve, operator, transpose), self.linear_solver.atol
+            solve, atol, stale = partial(self._solve, operator, transpose), self.linear_solver.atol, False
             try:
                 value, status, stats = solve_in_range(solve, rhs, atol)
                 doubtful = bool((status != int(Status.converged)).any())
@@ -103,18 +102,13 @@ class Condition:
                 if not operator.traced:
                     raise
                 doubtful = True
-            if doubtful and operator.distrust():  # with true products, to be sure
+            if doubtful and self.give_up(operator, stale):  # with true products, to be sure
                 value, status, stats = solve_in_range(solve, rhs, atol)
                 doubtful = bool((status != int(Status.converged)).any())
-                if stale and self.on_failure in ("raise", "warn"):
-                    warnings.warn(_STALE, ConvergenceWarning, stacklevel=2)
             if not doubtful:
                 self.report.backward = self.report.outcome(status, stats)
                 if operator.source is not None and len(rhs):
-                    if operator.traced:
-                        operator.source.took(self.linear_solver.settings, stats.steps)
-                    else:
-                        operator.source.made_products(stats.products * rhs.numel())
+                    operator.source.took(self.linear_solver.settings, stats.steps, stats.products * rhs.numel())
                 # Another tensor than the one that the report keeps: it may get a graph, which leads back to the report.
                 return mask_failed(value.detach(), self.failed, self.on_failure)
             status = torch.where(batch.finite(rhs), status, int(Status.non_finite))
@@ -123,12 +117,18 @@ class Condition:
             value = batch.select(status == Status.non_finite, torch.full_like(value, float("nan")), value)
             return mask_failed(value, failed.reshape(-1) | self.failed, self.on_failure)
 
+    def give_up(self, operator: Operator, stale: bool) -> bool:
+        """Give up the trace of J, if there is one; `stale`: solves before this one have relied on it."""
+        if stale and self.on_failure in ("raise", "warn"):
+            warnings.warn(_STALE, ConvergenceWarning, stacklevel=3)
+        return operator.distrust()
+
     def solve_at_once(self, operator: Operator, rhs: Tensor, boundary: list[Tensor]) -> tuple[Tensor | None, ...] | None:
         """-gᵀ ∂F/∂t for each t of the boundary, Jᵀ g = rhs, by one function; None without one, or in trouble."""
         source, F, solver = operator.source, operator.watched, self.linear_solver
-        if source is None or F is None or source.due or self.on_failure in ("zero", "nan") or not rhs.numel():
+        if source is None or F is None or source.due or self.on_failure in ("zero", "nan"):
             return None
-        if not source.pulls:
+        if not (rhs.numel() and source.pulls):
             return None
         at_once = solver.at_once(operator, True, source.expected(solver.settings))
         if at_once is None:
@@ -151,7 +151,7 @@ class Condition:
             if grads is None or not solved:
                 return None
             source.solved()
-            source.took(solver.settings, steps)
+            source.took(solver.settings, steps, 0)
             self.report.backward_by(partial(at_once.finished, norm, solver.damping, *rest))
             return grads
 
@@ -250,10 +250,11 @@ class _Link:
         """gᵀ ∂F/∂t for each t of the boundary that the backward pass asks for."""
         asked, source = self._asked(), self.operator.source
         if all(asked) and source is not None and (found := source.pull(g, self.boundary)) is not None:
-            return found
+            if not source.due or not self.operator.stale_pull(self.F, self.boundary):
+                return found
+            self.condition.give_up(self.operator, source.relied)
         needed = [t for t, wanted in zip(self.boundary, asked, strict=True) if wanted]
-        leaf, _ = self.operator.graph()
-        grads = iter(partial_derivatives(self.F, g, needed, leaf, create_graph=False))
+        grads = iter(partial_derivatives(self.F, g, needed, self.operator.graph()[0], create_graph=False))
         return tuple(next(grads) if wanted else None for wanted in asked)
 
     def pull_at_once(self, v: Tensor) -> tuple[Tensor | None, ...] | None:

@@ -210,8 +210,12 @@ class _Prelude:
         self.graph.eliminate_dead_code()
         return fx.GraphModule({}, self.graph)
 
-    def constant(self, given: Any) -> Coefficient:
-        return self.known[given] if isinstance(given, fx.Node) else float(given)
+    def constant(self, given: Any, dtype: torch.dtype) -> Coefficient:
+        """A factor in the dtype of what it multiplies: products and sums of masks, counts or float32 are no coefficients."""
+        if not isinstance(given, fx.Node):
+            return float(given)
+        node = self.known[given]
+        return node if given.meta["val"].dtype == dtype else self.call(aten._to_copy.default, node, dtype=dtype)
 
     def times(self, a: Coefficient, b: Coefficient) -> Coefficient:
         if isinstance(a, float) and isinstance(b, float):
@@ -270,19 +274,18 @@ class _Part:
         sources = [arg for arg in node.all_input_nodes if arg in self.terms]
         if len(sources) != 1 or not _like(sources[0], node):
             return None
-        source, args, prelude = sources[0], node.args, self.prelude
+        source, args, prelude, meta = sources[0], node.args, self.prelude, node.meta["val"]
         factor: Coefficient | None = None
         if node.target in _SAME:
             factor = 1.0
         elif node.target is aten.neg.default:
             factor = -1.0
         elif node.target in (aten.mul.Tensor, aten.mul.Scalar):
-            factor = prelude.constant(args[1] if args[0] is source else args[0])
+            factor = prelude.constant(args[1] if args[0] is source else args[0], meta.dtype)
         elif node.target in (aten.div.Tensor, aten.div.Scalar) and args[0] is source and len(args) == 2:
-            divisor = prelude.constant(args[1])
+            divisor = prelude.constant(args[1], meta.dtype)
             factor = 1 / divisor if isinstance(divisor, float) else prelude.call(aten.reciprocal.default, divisor)
         elif node.target in _ELEMENTWISE and args[0] is source:
-            meta = node.meta["val"]
             ones = prelude.call(aten.ones.default, list(meta.shape), dtype=meta.dtype, device=meta.device)
             rest, named = fx.node.map_arg((args[1:], node.kwargs), prelude.known.__getitem__)
             factor = prelude.call(node.target, ones, *rest, **named)

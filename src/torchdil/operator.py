@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torchdil.graph import partial_derivatives
 from torchdil.linearize import split
 from torchdil.traced import Source, TracedJacobian
 
@@ -130,6 +131,25 @@ class Operator:
         true, traced = (self.product(transpose, strategy)(p) for strategy in ("backward", "auto"))
         error, size = (torch.linalg.vector_norm(t) for t in (true - traced, true))
         return bool(error > torch.finfo(p.dtype).eps ** 0.5 * size)
+
+    def stale_pull(self, F: Tensor, boundary: list[Tensor]) -> bool:
+        """Whether a trace gives another pᵀ ∂F/∂t than autograd for a t of the boundary; F: with its graph.
+
+        p is random: of the gradient that is asked for, little may be left but rounding.
+        """
+        generator = torch.Generator(F.device).manual_seed(0)
+        p = torch.randn(F.shape, generator=generator, dtype=F.dtype, device=F.device)
+        found = None if self.source is None else self.source.pull(p, boundary)
+        if found is None:
+            return False
+        for traced, true in zip(found, partial_derivatives(F, p, boundary, self.graph()[0], create_graph=False), strict=True):
+            assert traced is not None
+            off = traced if true is None else traced - true
+            size = 0.0 if true is None else torch.linalg.vector_norm(true)
+            eps = max(torch.finfo(t.dtype).eps for t in (p, traced))
+            if bool(torch.linalg.vector_norm(off) > eps**0.5 * size):
+                return True
+        return False
 
     def distrust(self) -> bool:
         """Give up the trace, if one was used."""

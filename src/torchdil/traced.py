@@ -8,7 +8,7 @@ which the trace is kept.
 
 That leaves what cannot be seen, a number in a file for example. So F by the trace is compared with F at every point. A backward
 pass that such a thing changes while F stays the same is no more than a possibility: whoever solves checks the first few
-solutions, and every tenth, by one product of autograd. In doubt the trace is given up.
+solutions, and every tenth, by one product of autograd, and gᵀ ∂F/∂θ likewise. In doubt the trace is given up.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torchdil.captures import signature
 from torchdil.compiled import CudaGraph, by_inductor, room_for, scripted, tracing
 from torchdil.graph import partial_derivatives
 from torchdil.linearize import Split, UntraceableError, add_in_place, split
+from torchdil.shapes_only import shapes_only
 
 Product = Callable[[Tensor], Tensor]
 # A function of linear functions and tensors.
@@ -231,12 +232,6 @@ class Source:
         if self._memory is not None:
             self._memory.solves += 1
 
-    def made_products(self, numbers: int) -> None:
-        """Count the last solve, by products of autograd with so many numbers in all, for several if they were many."""
-        if self._memory is not None and self._memory.trace is None:
-            patience_left = max(0, _PATIENCE - self._memory.solves)
-            self._memory.solves += min(patience_left, numbers // _LARGE)
-
     @property
     def relied(self) -> bool:
         """Whether solves before this one were not checked."""
@@ -253,11 +248,16 @@ class Source:
             self._expected = max(self._memory.steps.get(settings, ()), default=0)
         return self._expected or 0
 
-    def took(self, settings: Hashable, steps: int | Tensor) -> None:
-        """A solver with these settings took so many steps, or so many each."""
-        if self._memory is not None:
+    def took(self, settings: Hashable, steps: int | Tensor, numbers: int) -> None:
+        """A solver with these settings took so many steps, or so many each, by products with so many numbers in all."""
+        if self._memory is None:
+            return
+        if self.used:
             steps = steps if isinstance(steps, int) else int(steps.max())
             self._memory.steps.setdefault(settings, deque(maxlen=_RECENT)).append(steps)
+        elif self._memory.trace is None:  # products of autograd: what makes many of them counts for several solves
+            patience_left = max(0, _PATIENCE - self._memory.solves)
+            self._memory.solves += min(patience_left, numbers // _LARGE)
 
     def linear(self, transpose: bool) -> TracedJacobian | None:
         """J, or with `transpose` Jᵀ, if it is traced."""
@@ -317,8 +317,8 @@ class Source:
     def _close(self, F: Tensor) -> bool:
         """Whether F is the true one to rounding, of what it is a difference of."""
         (change,) = self.run((True,), "product", lambda product, p: product(p), (self._y,))
-        size, eps = batch.norm(change) + batch.norm(self._F), torch.finfo(F.dtype).eps
-        same = (batch.norm(F - self._F) <= eps**0.5 * size + eps) | ~batch.finite(self._F)
+        off, *sizes = (t.abs().amax(dim=1) for t in (F - self._F, change, self._F))
+        same = (off <= torch.finfo(F.dtype).eps ** 0.5 * sum(sizes)) | ~batch.finite(self._F)
         return bool(same.all())
 
     def _make(self, residual: Callable[[Tensor], Tensor], boundary: list[Tensor]) -> None:
@@ -328,7 +328,7 @@ class Source:
         pulled = [places[id(t)] for t in boundary] if known else []
 
         def derivatives(y: Tensor, *vectors: Tensor) -> list[Sequence[Tensor]]:
-            with torch.enable_grad():
+            with torch.enable_grad(), shapes_only():
                 leaf = y.detach().requires_grad_()
                 F = residual(leaf)
                 found: list[Sequence[Tensor]] = [(F.detach(),), torch.autograd.grad(F, leaf, vectors[0], retain_graph=True)]

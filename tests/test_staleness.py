@@ -1,0 +1,300 @@
+"""What changes ∂F/∂θ while F, or J, stays what it was: gradients of traced layers must follow it."""
+
+import dataclasses
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import torchdil as dil
+from torchdil import traced
+
+RTOL = 1e-9  # relative, of a gradient in float64
+BEFORE, AFTER = 25, 15  # calls before and after the change
+STOP = False
+
+
+def draw(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def exact(F, y, leaves, v):
+    """vᵀ ∂y/∂t for each leaf, by the theorem, dense."""
+    with torch.no_grad():
+        J = torch.autograd.functional.jacobian(F, y.detach())
+    return torch.autograd.grad(F(y.detach()), leaves, -torch.linalg.solve(J.mT, v), allow_unused=True, materialize_grads=True)
+
+
+def off(F, leaves, call, **options):
+    """How far the gradient of a layer is from the exact one, relative, and the solution."""
+    y0 = torch.zeros(3, dtype=torch.float64)
+    solution = dil.root(F, y0, linear_solver=dil.GMRES(rtol=1e-11), solver=dil.Newton(rtol=1e-12), **options)
+    v = draw(1000 + call, 3)
+    found = torch.autograd.grad((solution.value * v).sum(), leaves, allow_unused=True, materialize_grads=True)
+    pairs = zip(found, exact(F, solution.value, leaves, v), strict=True)
+    return max(float((a - b).norm() / (b.norm() + 1e-300)) for a, b in pairs)
+
+
+def curve(y):
+    return y + 0.1 * torch.tanh(y)
+
+
+# Factors of θ that are of another dtype than y.
+SEEN, VALID = torch.tensor([True, True, False]), torch.tensor([True, False, True])
+BYTES, COUNTS, SINGLE = torch.tensor([200, 17, 250], dtype=torch.uint8), torch.tensor([3, 7, 11]), torch.tensor([0.1, 0.2, 0.3])
+FACTORS = {
+    "masks added": lambda y, t: curve(y) + t * SEEN.to(y.device) + t * VALID.to(y.device),
+    "bytes multiplied": lambda y, t: curve(y) + t * BYTES.to(y.device) * BYTES.to(y.device),
+    "divided by integers": lambda y, t: curve(y) - t / COUNTS.to(y.device),
+    "float32 multiplied": lambda y, t: curve(y) - t * SINGLE.to(y.device) * SINGLE.to(y.device),
+    "products of masks": lambda y, t: curve(y) * (1 + SEEN.to(y.device)) + (y * SEEN.to(y.device) + y * VALID.to(y.device)) - t,
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors_of_other_dtypes(name):
+    theta = draw(0, 3).requires_grad_()
+    F = FACTORS[name]
+    for call in range(traced._PATIENCE + 6):
+        assert off(lambda y: F(y, theta), (theta,), call) <= RTOL
+    assert any(memory.trace is not None for memory in traced._memories.values())
+
+
+class Model(nn.Module):
+    """F(y) = y + tanh(y) / 10 - net(x) - target, where the gradient may or may not go through the target."""
+
+    stops = False
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 3, dtype=torch.float64)
+
+    def stopped(self):
+        return False
+
+    def forward(self, y, x):
+        target = self.net(x.flip(0))
+        return curve(y) - self.net(x) - (target.detach() if self.stopped() else target)
+
+
+class ByGlobal(Model):
+    def stopped(self):
+        return STOP
+
+    def change(self):
+        globals()["STOP"] = True
+
+
+class ByClass(Model):
+    def stopped(self):
+        return self.stops
+
+    def change(self):
+        type(self).stops = True
+
+
+class BySuper(ByGlobal):
+    def stopped(self):
+        return super().stopped()
+
+
+class ByBuffer(Model):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("frozen", torch.tensor(False))
+
+    def stopped(self):
+        return self.frozen
+
+    def change(self):
+        self.frozen.fill_(True)
+
+
+@dataclasses.dataclass
+class Slots:
+    __slots__ = ("stop",)
+    stop: bool
+
+
+class BySlots(Model):
+    def __init__(self):
+        super().__init__()
+        self.settings = Slots(False)
+
+    def stopped(self):
+        return self.settings.stop
+
+    def change(self):
+        self.settings.stop = True
+
+
+class BySet(Model):
+    def __init__(self):
+        super().__init__()
+        self.flags = set()
+
+    def stopped(self):
+        return "stop" in self.flags
+
+    def change(self):
+        self.flags.add("stop")
+
+
+class ByTolist(Model):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("flags", torch.tensor([0, 0]))
+
+    def stopped(self):
+        return any(self.flags.tolist())
+
+    def change(self):
+        self.flags.fill_(1)
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, v):
+        return -ctx.scale * v, None
+
+
+class ByStrength(Model):
+    """The strength of a gradient's reversal."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("strength", torch.tensor(0.1))
+
+    def forward(self, y, x):
+        return curve(y) - Reverse.apply(self.net(x), self.strength.item())
+
+    def change(self):
+        self.strength.fill_(1.0)
+
+
+class ByHook(Model):
+    def change(self):
+        self.net.register_full_backward_hook(lambda module, given, _: tuple(None if g is None else 10 * g for g in given))
+
+
+class Callable:
+    """No module, but an object that is called."""
+
+    def __init__(self):
+        self.model = Model()
+
+    def parameters(self):
+        return self.model.parameters()
+
+    def __call__(self, y, x):
+        target = self.model.net(x.flip(0))
+        return curve(y) - self.model.net(x) - (target.detach() if STOP else target)
+
+    change = ByGlobal.change
+
+
+options = types.ModuleType("options_of_a_program")
+
+
+class ByModule(Model):
+    def stopped(self):
+        return options.FLAGS["stop"]
+
+    def change(self):
+        options.FLAGS["stop"] = True
+
+
+class ByFunction(Model):
+    def stopped(self):
+        return asked()
+
+    def change(self):
+        asked.stop = True
+
+
+def asked():
+    return asked.stop
+
+
+CHANGES = [ByGlobal, ByClass, BySuper, ByBuffer, BySlots, BySet, ByTolist, ByStrength, ByHook, Callable, ByModule, ByFunction]
+
+
+@pytest.fixture
+def _as_before(monkeypatch):
+    monkeypatch.setitem(globals(), "STOP", False)
+    monkeypatch.setattr(Model, "stops", False)
+    monkeypatch.setattr(ByClass, "stops", False)
+    monkeypatch.setitem(sys.modules, options.__name__, options)
+    options.FLAGS, asked.stop = {"stop": False}, False
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_change_that_only_derivatives_show(kind, _as_before):
+    model = kind()
+    for call in range(BEFORE + AFTER):
+        if call == BEFORE:
+            model.change()
+        x = draw(call, 3).requires_grad_()
+        assert off(lambda y, x=x: model(y, x), (x, *model.parameters()), call) <= RTOL
+
+
+def test_what_nothing_shows_is_found_at_the_tenth_solve(tmp_path):
+    """A file, for example."""
+    model, wrong = Model(), []
+    model.stopped = (tmp_path / "stop").exists
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in range(60):
+            if call == BEFORE:
+                (tmp_path / "stop").touch()
+            x = draw(call, 3).requires_grad_()
+            if off(lambda y, x=x: model(y, x), (x, *model.parameters()), call) > RTOL:
+                wrong.append(call)
+    assert 0 < len(wrong) <= 9 and wrong == list(range(BEFORE, BEFORE + len(wrong)))
+    (warning,) = caught
+    assert warning.category is dil.ConvergenceWarning
+    assert "up to nine gradients before this one may be wrong" in str(warning.message)
+
+
+@pytest.mark.parametrize("unit", [1e-17, 1e-150])
+def test_small_units(unit, tmp_path):
+    """F is compared relative to its size, whatever that is."""
+    size = tmp_path / "size"
+    for call in range(BEFORE + AFTER):
+        if call in (0, BEFORE):
+            size.write_text("1.0" if call == 0 else "5.0")
+        x = draw(call, 3).requires_grad_()
+        assert off(lambda y, x=x: unit * (curve(y) - float(size.read_text()) * x), (x,), call) <= RTOL
+
+
+MASKED = {
+    "mean": lambda t, mask: t[mask].mean(),
+    "sum": lambda t, mask: t[mask].sum(),
+    "product": lambda t, mask: torch.masked_select(t, mask).prod(),
+    "numbers": lambda t, mask: t[mask.nonzero().squeeze(-1)].square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_shapes_that_depend_on_values(name):
+    theta = draw(0, 5).requires_grad_()
+    for call in range(BEFORE + AFTER):
+        mask = torch.zeros(5, dtype=torch.bool)
+        mask[: 1 if call < BEFORE else 3] = True
+        assert off(lambda y, mask=mask: curve(y) - MASKED[name](theta, mask), (theta,), call) <= RTOL
+
+
+def test_places_by_numbers_are_traced():
+    theta, places = draw(0, 5).requires_grad_(), torch.tensor([4, 0, 2])
+    for call in range(traced._PATIENCE + 3):
+        assert off(lambda y: curve(y) - theta[places], (theta,), call) <= RTOL
+    assert any(memory.trace is not None for memory in traced._memories.values())
