@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -29,34 +30,33 @@ class Broken(Exception):  # noqa: N818 (planned)
 
 
 class Fault:
-    """An exception that is to be thrown; what a trace is kept under cannot look into it, for it has no `__dict__`.
+    """An exception that is to be thrown; what a trace is kept under cannot look into `hidden`, a view.
 
-    Attributes:
-        where: "forward" (at the third call from now), "trace" (while it is traced), or "".
-        kind: of the exception.
+    In `hidden["state"]`: where ("forward", at the third call from now, "trace", while it is traced, or ""), the kind of the
+    exception, the calls that are left.
     """
 
-    __slots__ = ("kind", "left", "where")
-
     def __init__(self) -> None:
-        self.where, self.kind, self.left = "", Broken, 0
+        self.hidden = types.MappingProxyType({"state": ["", Broken, 0]})
 
-    def __getstate__(self) -> tuple[()]:
-        return ()
+    @property
+    def where(self) -> str:
+        return self.hidden["state"][0]
 
-    def __setstate__(self, _: tuple[()]) -> None:
-        self.__init__()  # type: ignore[misc]
+    def __reduce__(self) -> tuple[type[Fault], tuple[()]]:
+        return Fault, ()
 
     def plant(self, where: str, kind: Any = Broken) -> None:
-        self.where, self.kind, self.left = where, kind, 3
+        self.hidden["state"][:] = where, kind, 3
 
     def met(self) -> None:
         """Throw it if it is time."""
-        self.left -= 1
-        tracing = getattr(traced._here, "tracing", False)
-        if (self.where == "trace" and tracing) or (self.where == "forward" and self.left <= 0):
-            where, self.where = self.where, ""
-            raise self.kind(f"in the middle of a {where}")
+        state = self.hidden["state"]
+        state[2] -= 1
+        where, kind, left = state
+        if (where == "trace" and getattr(traced._here, "tracing", False)) or (where == "forward" and left <= 0):
+            state[0] = ""
+            raise kind(f"in the middle of a {where}")
 
 
 class Score(nn.Module):
@@ -177,7 +177,7 @@ class Work:
         except Broken:
             if not broken:
                 raise
-        self.score.fault.where = ""
+        self.score.fault.plant("")
 
 
 def memory(device: str) -> dict[str, float]:

@@ -354,3 +354,15 @@ def test_a_model_with_a_layer_of_its_own_method_is_traced_once(linear_solver):
             torch.testing.assert_close(y, step, rtol=1e-6, atol=1e-7)
             model.scale, model.offset = 0.5, 0.25
     assert len([memory for memory in traced._memories.values() if memory.trace is not None and memory.solves > 30]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+def test_layers_that_read_sparse_matrices(layout):
+    """Which have no strides; such a layer is not traced."""
+    A = torch.eye(3, dtype=torch.float64) + 0.1 * torch.ones(3, 3, dtype=torch.float64)
+    sparse, x = getattr(A, layout)(), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    assert signature(lambda y: sparse @ y) is None
+    y = dil.root(lambda y: sparse @ y - x, torch.zeros(3, dtype=torch.float64)).value
+    (found,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(found, torch.linalg.solve(A.mT, torch.ones(3, dtype=torch.float64)))

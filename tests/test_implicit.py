@@ -871,3 +871,15 @@ def test_tensors_need_not_be_on_the_default_device():
             assert float(y.report.adjoint_error.max()) < 1e-6
         layer = lambda x: dil.argmin(lambda y, x: ((y - x) ** 2 + y**4).sum(-1), torch.zeros_like(x), (x,)).value  # noqa: E731
         assert dil.check_gradient(layer, x).ok
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.parametrize("size", [3, 200])
+def test_detect_anomaly_finds_nothing(size):
+    """It cannot look at many gradients at once, and would say so of each solve."""
+    x = torch.randn(2, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    with torch.autograd.detect_anomaly():
+        y = dil.argmin(lambda y, x: ((y - x) ** 2 + torch.cosh(y)).sum(-1), torch.zeros_like(x), (x,)).value
+        y.sum().backward()
+    expected = 2 / (2 + torch.cosh(y.detach()))
+    torch.testing.assert_close(x.grad, expected)

@@ -434,6 +434,14 @@ class TestNeumann:
         assert result.stats.products == 5
         torch.testing.assert_close(result.stats.residual, (b - apply(A, result.value)).norm(dim=1))
 
+    def test_a_series_that_diverges_is_a_failure(self):
+        """Its best point may be zero, which is no approximation of anything."""
+        theta = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        score = lambda y: 1.5 * ((y - theta) ** 2).sum()  # noqa: E731 (its Hessian is 3 I)
+        y = dil.argmin(score, torch.zeros(3, dtype=torch.float64), linear_solver=Neumann()).value
+        with pytest.warns(dil.ConvergenceWarning, match="the series diverges"):
+            y.sum().backward()
+
     def test_jacobian_free_makes_no_product(self):
         A, b = contraction()
         b[1] = 0

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections import deque
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -362,7 +362,7 @@ def test_what_the_adjoint_cannot_do_gets_its_sentence():
     y = odeint(problem, problem.y0, problem.t, gradient="adjoint", batch_dims=1)
     with pytest.raises(RuntimeError, match='gradient="adjoint" has no second derivative: use gradient="ift"'):
         torch.autograd.grad(y.sum(), problem.y0, create_graph=True)
-    hidden = deque([2 * problem.r])
+    hidden = MappingProxyType({0: 2 * problem.r})
     if problem.r.device.type == "cpu":  # else it is followed to its leaves
         with pytest.raises(RuntimeError, match="func uses a non-leaf tensor that is not a variable of its closure"):
             odeint(lambda t, y: hidden[0] * y, problem.y0, problem.t, gradient="adjoint", batch_dims=1)

@@ -1,7 +1,9 @@
 """What changes ∂F/∂θ while F, or J, stays what it was: gradients of traced layers must follow it."""
 
 import dataclasses
+import functools
 import sys
+import threading
 import types
 import warnings
 
@@ -298,3 +300,49 @@ def test_places_by_numbers_are_traced():
     for call in range(traced._PATIENCE + 3):
         assert off(lambda y: curve(y) - theta[places], (theta,), call) <= RTOL
     assert any(memory.trace is not None for memory in traced._memories.values())
+
+
+class Keeping(nn.Module):
+    """A module that keeps what it has computed, to look at it later."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, y, x):
+        self.h = torch.tanh(self.net(x))
+        return curve(y) - self.h
+
+
+def test_a_module_that_keeps_what_it_computes_in_a_thread():
+    """Where nodes of the graph cannot be told by their age, as on a GPU."""
+    model, worst, errors = Keeping(), [], []
+
+    def train():
+        try:
+            for call in range(traced._PATIENCE + 6):
+                x = draw(call, 3).requires_grad_()
+                worst.append(off(lambda y, x=x: model(y, x), (x, *model.parameters()), call))
+            x = draw(0, 3).requires_grad_()
+            y = dil.root(model, torch.zeros(3, dtype=torch.float64), (x,), solver=dil.Newton(rtol=1e-13)).value
+            (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            errors.extend(torch.autograd.grad(first.sum(), tuple(model.parameters())))
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert max(worst) <= RTOL and all(isinstance(error, torch.Tensor) for error in errors)
+
+
+def test_keywords_of_a_partial_function():
+    a, b = draw(0, 3).requires_grad_(), draw(1, 3).requires_grad_()
+
+    def stated(y, up, down):
+        return curve(y) - up + 2 * down
+
+    for call in range(BEFORE + AFTER):
+        given = {"up": a, "down": b} if call < BEFORE else {"down": a, "up": b}
+        assert off(functools.partial(stated, **given), (a, b), call) <= RTOL

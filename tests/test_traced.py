@@ -651,3 +651,13 @@ def test_signature_tells_functions_apart():
     loop = []
     loop.append(loop)
     assert signature(loop)[0] == []
+
+
+@pytest.mark.parametrize("function", [functional.mish, lambda y: torch.cat((y, y[:1])).unfold(0, 2, 1).tanh().sum(-1)])
+def test_torch_says_nothing_of_slow_operations(function):
+    """A warning of torch that products are made one by one would be an error here."""
+    theta = draw(0, 3).requires_grad_()
+    for _ in range(CALLS + 3):
+        y = dil.root(lambda y: y + 0.3 * function(y) - theta, torch.zeros(3, dtype=torch.float64)).value
+        y.sum().backward()
+    assert traces()

@@ -90,6 +90,8 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
         if len(seen) > _KEY_LIMIT or len(stack) > _KEY_LIMIT:
             return None
         if isinstance(item, Tensor):
+            if item.layout != torch.strided or item.is_nested:
+                return None
             tensors.append(item)
             key += (kind, item.shape, item.stride(), item.dtype, item.device, item.requires_grad)
         elif isinstance(item, torch.jit.ScriptModule):
@@ -115,9 +117,9 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
             key += (kind, len(item), *(name if type(name) in _PLAIN else id(name) for name in item))
             stack.extend(item.values())
         elif isinstance(item, (tuple, list, functools.partial, set, frozenset, deque)):
-            parts = [part for _, part in _parts(item)]
-            key += (kind, len(parts))
-            stack += parts
+            parts = list(_parts(item))
+            key += (kind, *((name for name, _ in parts) if isinstance(item, functools.partial) else (len(parts),)))
+            stack.extend(part for _, part in parts)
         elif isinstance(item, np.ndarray) and item.size <= _KEY_LIMIT:
             key += (kind, item.shape, item.dtype, item.tobytes())
         elif isinstance(item, type) and item.__module__ not in _OF_OTHERS and not item.__module__.startswith("torch."):

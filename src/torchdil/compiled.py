@@ -35,6 +35,22 @@ _PART = 1 / 16
 _KINDS = 64
 
 
+@contextmanager
+def quietly() -> Iterator[None]:
+    """A block in which torch says nothing of its own TorchScript, of graphs that were not captured, and of slow vmap.
+
+    What it says of the last in a backward pass would reach the user when that ends.
+    """
+    functorch: Any = torch._C._functorch
+    functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        functorch._set_vmap_fallback_warning_enabled(True)
+
+
 class _Kind:
     """What is known of one function at one set of shapes: how often it came, and its fast form once there is one."""
 
@@ -103,8 +119,7 @@ def _fast_form(function: Function, inputs: tuple[Tensor, ...]) -> Function | Non
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and few need it
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch, of its own TorchScript, or of a graph that was not captured
+        with quietly():
             traced, captured = _lifted(make_fx(lambda *inputs: function(*inputs))(*inputs))
             if inputs[0].is_cuda:
                 graph = CudaGraph(traced, inputs, captured)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from torchdil import batch
 from torchdil.problem import Problem
+from torchdil.slope import direction, is_slope
 from torchdil.solution import Result, Status
 
 # By how much y has grown if it runs away, and how small the slope of ‖F‖ is where F cannot be made smaller.
@@ -52,7 +53,7 @@ def _cause(problem: Problem, start: Tensor, result: Result, args: Any, solver: s
         ways = {"argmin": "return one score of shape () for all", "plan": "treat each row of x and u alone"}
         whole = ways.get(kind, "use batch_dims=0")
         return f"{name} mixes samples, which are solved on their own: {whole}, or switch batch normalisation to .eval()"
-    if kind == "argmin" and not _is_slope(problem, y):
+    if kind == "argmin" and not is_slope(problem, y):
         return f"the derivative of {name} is not its slope: use no detach(), item() or numpy on the way from y to its value"
     if bool((result.status[failed] == Status.negative_curvature).any()):
         return "the point is a maximum or a saddle: start elsewhere, or, to maximise a score, minimise its negative"
@@ -78,36 +79,14 @@ def _not_finite(name: str, start: Tensor, args: Any) -> str:
     return f"{name} or its derivative is not finite at y0: start elsewhere, or check it there (a root or a logarithm of 0?)"
 
 
-def _direction(y: Tensor) -> Tensor:
-    """A step in a random direction, the same each time, of the size of y or 1, (B, n)."""
-    generator = torch.Generator("cpu").manual_seed(0)  # whatever torch's default device is
-    d = torch.randn(y.shape, generator=generator, dtype=torch.float64, device="cpu").to(y)
-    return batch.scale(batch.norm(y).clamp_min(1.0) / batch.norm(d), d)
-
-
 def _mixes(problem: Problem, y: Tensor, F: Tensor) -> bool:
     """Whether F of the other samples changes when y of the first one does."""
     if len(y) < 2:
         return False
     moved = y.clone()
-    moved[0] += 0.1 * _direction(y)[0]
+    moved[0] += 0.1 * direction(y)[0]
     change = batch.norm(problem.evaluate(moved) - F)[1:]
     return bool((change > torch.finfo(y.dtype).eps ** 0.5 * (batch.norm(F) + batch.norm(y))[1:]).any())
-
-
-def _is_slope(problem: Problem, y: Tensor) -> bool:
-    """Whether F is the slope of the objective, at a point aside of y, where a kink would be; True where that cannot be told."""
-    assert problem.objective is not None
-    eps, d = torch.finfo(y.dtype).eps, _direction(y)
-    y = y + 0.1 * d
-    slopes, rounding = [], torch.zeros_like(y[:, 0])
-    for way in (eps ** (1 / 3), eps ** (1 / 3) / 2):
-        high, low = (problem.objective(y + sign * way * d) for sign in (1, -1))
-        slopes.append((high - low) / (2 * way))
-        rounding = 10 * eps * torch.maximum(high.abs(), low.abs()) / way
-    said = batch.dot(problem.evaluate(y), d)
-    sure = (slopes[0] - slopes[1]).abs() <= 0.01 * slopes[1].abs() + rounding  # never with NaN
-    return not bool((sure & ((slopes[1] - said).abs() > 0.05 * slopes[1].abs() + 2 * rounding)).any())
 
 
 def _falls(problem: Problem, start: Tensor, y: Tensor, failed: Tensor) -> bool:
@@ -115,14 +94,14 @@ def _falls(problem: Problem, start: Tensor, y: Tensor, failed: Tensor) -> bool:
     assert problem.objective is not None
     far = batch.norm(y) > _FAR * (1 + batch.norm(start))
     sunk = problem.objective(y) < -_FAR * (1 + problem.objective(start).abs())
-    F, elsewhere = problem.evaluate(y), problem.evaluate(y + _direction(y))
+    F, elsewhere = problem.evaluate(y), problem.evaluate(y + direction(y))
     same = batch.norm(F - elsewhere) <= 4 * math.sqrt(y.shape[1]) * torch.finfo(y.dtype).eps * batch.norm(F)
     return bool((failed & (far | sunk | (same & (batch.norm(F) > 0)))).any())
 
 
 def jumps(problem: Problem, y: Tensor, among: Tensor) -> bool:
     """Whether F of one of the samples changes by as much over a short way across y as over a longer one."""
-    d, eps = _direction(y), torch.finfo(y.dtype).eps
+    d, eps = direction(y), torch.finfo(y.dtype).eps
     ways = [eps**power * d for power in (0.25, 0.4)]
     far, near = (batch.norm(problem.evaluate(y + way) - problem.evaluate(y - way)) for way in ways)
     return bool((among & (near > 0.5 * far)).any())

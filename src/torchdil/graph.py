@@ -28,22 +28,38 @@ class Dependence(NamedTuple):
     hidden: bool
 
 
+class Outside(NamedTuple):
+    """What is there before an evaluation, so that its graph can be told from that.
+
+    Attributes:
+        first: nodes that are made from now on are not older; 0: their ages do not tell.
+        tensors: then the tensors that the function closes over, which may soon be others.
+    """
+
+    first: int
+    tensors: list[Tensor]
+
+
+def outside(leaf: Tensor, function: Any) -> Outside:
+    """What is there before `function` is evaluated at `leaf`."""
+    if threading.current_thread() is threading.main_thread() and not leaf.is_cuda:
+        return Outside(age(leaf), [])
+    # Ages are counted per thread, and derivatives on a GPU are made in a thread of its own.
+    return Outside(0, captured_tensors(function))
+
+
 def age(leaf: Tensor) -> int:
     """A number that nodes of the graph made from now on have at least."""
     return leaf.view_as(leaf).grad_fn._sequence_nr()  # type: ignore[union-attr]
 
 
-def dependence(F: Tensor, leaf: Tensor, first: int, known: Iterable[Tensor], function: Any) -> Dependence:
+def dependence(F: Tensor, leaf: Tensor, before: Outside, known: Iterable[Tensor], function: Any) -> Dependence:
     """Walk the graph of F, evaluated at `leaf`, back to where it began.
 
-    Nodes older than `first` are outside. AccumulateGrad nodes carry their leaf; a non-leaf tensor is recognised by its edge,
-    if it is in `known` or in the closure of `function`.
+    Nodes older than that are outside. AccumulateGrad nodes carry their leaf; a non-leaf tensor is recognised by its edge, if
+    it is in `known` or in the closure of `function`. Where ages do not tell, what is not known is followed to its leaves.
     """
-    if threading.current_thread() is not threading.main_thread() or F.is_cuda:
-        # Ages are counted per thread, and derivatives on a GPU are made in a thread of its own: outside cannot be told by them,
-        # and what is not known is followed to its leaves.
-        known, first = (*known, *captured_tensors(function)), 0
-    edges = {_edge(t): t for t in known if t.requires_grad}
+    edges = {_edge(t): t for t in (*known, *before.tensors) if t.requires_grad}
     found: dict[int, Tensor] = {}
     unknown = set()
     on_leaf = False
@@ -65,7 +81,7 @@ def dependence(F: Tensor, leaf: Tensor, first: int, known: Iterable[Tensor], fun
                 on_leaf = True
             elif tensor is not None:
                 found[id(tensor)] = tensor
-            elif child._sequence_nr() < first:
+            elif child._sequence_nr() < before.first:
                 unknown.add(edge)
             elif child not in seen:
                 seen.add(child)
@@ -112,6 +128,23 @@ def has_custom_function(value: Tensor, first: int) -> bool:
 def _edge(t: Tensor) -> tuple[Any, int]:
     edge = get_gradient_edge(t)
     return edge.node, edge.output_nr
+
+
+def rows_by_autograd(F: Tensor, at: Tensor, vectors: Tensor) -> Tensor:
+    """vᵀ ∂F/∂at for each v of `vectors`, (k, *F.shape) -> (k, *at.shape); the graph is kept."""
+
+    def one(v: Tensor) -> Tensor:
+        return torch.autograd.grad(F, at, v, retain_graph=True, materialize_grads=True)[0]
+
+    if len(vectors) == 1 or torch.is_anomaly_enabled():  # which cannot look at many at once
+        return torch.stack([one(v) for v in vectors])
+    try:
+        (found,) = torch.autograd.grad(F, at, vectors, retain_graph=True, is_grads_batched=True, materialize_grads=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # an operation without a batching rule, e.g. a custom Function
+        found = torch.stack([one(v) for v in vectors])
+    return found.expand(len(vectors), *at.shape)  # zeros come without the batch of rows where F does not depend on it
 
 
 def partial_derivatives(

@@ -29,7 +29,7 @@ from torch._C import _functorch as functorch
 from torch.autograd import forward_ad as fwd
 
 from torchdil import batch
-from torchdil.graph import Dependence, age, dependence, partial_derivatives
+from torchdil.graph import Dependence, dependence, outside, partial_derivatives
 from torchdil.linear.base import LinearSolver
 from torchdil.linear.units import in_range, solve_in_range
 from torchdil.modes import as_in_forward, default_device, full_precision, no_tangents, plain_saving, tangents_active
@@ -45,10 +45,9 @@ _STALE = (
     "linear_solver=Auto(product='backward')."
 )
 
-# The true residual may exceed the one that a solver kept by recurrence this much before the solve counts as failed ...
-_SLACK = 10.0
-# ... or lie this many roundings above zero, which no solver in that precision can improve upon.
-_ROUNDINGS = 100.0
+# How far the true residual may exceed the one that a solver kept by recurrence before the solve counts as failed, or how many
+# roundings it may lie above zero, which no solver in that precision can improve upon.
+_SLACK, _ROUNDINGS = 10.0, 100.0
 
 
 @dataclass
@@ -112,6 +111,7 @@ class Condition:
                 # Another tensor than the one that the report keeps: it may get a graph, which leads back to the report.
                 return mask_failed(value.detach(), self.failed, self.on_failure)
             status = torch.where(batch.finite(rhs), status, int(Status.non_finite))
+            stats.causes.append((f"{'gradients' if transpose else 'tangents'} that are not finite came in", ~batch.finite(rhs)))
             self.report.backward = self.report.outcome(status, stats)
             failed = handle_failure("backward" if transpose else "tangent", self.report.backward, self.on_failure, self.report)
             value = batch.select(status == Status.non_finite, torch.full_like(value, float("nan")), value)
@@ -341,9 +341,9 @@ def _pull_back(link: _Link, output: Tensor, v: Tensor) -> tuple[Tensor | None, .
         return product - v
 
     with torch.enable_grad(), full_precision(output):
-        first = age(link.y.detach().requires_grad_())
+        before = outside(link.y.detach().requires_grad_(), None)
         F = link.evaluate(output)
-        _check_same(link, F, dependence(F, output, first, (output, *link.boundary), None))
+        _check_same(link, F, dependence(F, output, before, (output, *link.boundary), None))
         g = link.attach(adjoint, link.solve(v, link.transpose), not link.transpose, output, v)
         return partial_derivatives(F, -g, link.boundary, output)
 
@@ -369,11 +369,11 @@ def _attached_tangent(link: _Link) -> Tensor:
 def _evaluate(condition: Condition, y: Tensor) -> tuple[Tensor, Tensor, list[Tensor], bool]:
     """F at a leaf equal to y: the leaf, F, the tensors from outside that F depends on, and whether some are hidden."""
     leaf = y.detach().requires_grad_()
-    first = age(leaf)
+    before = outside(leaf, condition.function)
     F = condition.residual(leaf)
     if not F.requires_grad and not condition.argument:
         F = F + 0 * leaf
-    on_leaf, tensors, hidden = dependence(F, leaf, first, condition.tensors, condition.function)
+    on_leaf, tensors, hidden = dependence(F, leaf, before, condition.tensors, condition.function)
     if condition.argument and not on_leaf:
         raise ValueError(f"{condition.argument} must depend on y, but its value does not change with y.")
     return leaf, F, tensors, hidden

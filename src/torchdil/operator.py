@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchdil.graph import partial_derivatives
+from torchdil.graph import partial_derivatives, rows_by_autograd
 from torchdil.linearize import split
 from torchdil.traced import Source, TracedJacobian
 
@@ -215,15 +215,7 @@ class Operator:
         linear = self.linear(transpose=True)
         if linear is not None:
             return linear.rows(vectors)
-        if len(vectors) == 1:
-            return _vjp(y, F, vectors[0]).unsqueeze(0)
-        try:
-            (rows,) = torch.autograd.grad(F, y, vectors, retain_graph=True, is_grads_batched=True, materialize_grads=True)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # an operation without a batching rule, e.g. a custom Function
-            rows = torch.stack([_vjp(y, F, v) for v in vectors])
-        return rows.expand_as(vectors)  # zeros come without the batch of rows where F does not depend on y
+        return rows_by_autograd(F, y, vectors)
 
     def diagonal(self) -> Tensor:
         """The diagonal of J, (B, n), exact."""

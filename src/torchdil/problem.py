@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchdil import batch
 from torchdil.batch import Layout
@@ -214,3 +214,28 @@ def active(y: Tensor, grad: Tensor, box: Box) -> tuple[Tensor, Tensor]:
     on_low = (y < low - near_low) | ((y <= low + near_low) & (grad > 0))
     on_high = (y > high + near_high) | ((y >= high - near_high) & (grad < 0))
     return on_low, on_high
+
+
+# A module's parameters may be swapped while it is called (torch.func.functional_call): later evaluations use those of the call.
+
+
+def as_called(function: Any) -> Call:
+    """The function with the parameters that it has now."""
+    return call_with(function, parameters_of(function)) if isinstance(function, nn.Module) else function
+
+
+def call_with(function: Any, parameters: dict[str, Tensor]) -> Call:
+    """The function with these parameters, where it is a module."""
+
+    def call(y: Any, *args: Any) -> Any:
+        now = parameters_of(function)
+        if all(parameters[name] is now[name] for name in parameters):
+            return function(y, *args)
+        return torch.func.functional_call(function, parameters, (y, *args))
+
+    return call
+
+
+def parameters_of(function: Any) -> dict[str, Tensor]:
+    """Parameters and buffers by their names, where it is a module."""
+    return {**dict(function.named_parameters()), **dict(function.named_buffers())} if isinstance(function, nn.Module) else {}

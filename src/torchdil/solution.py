@@ -295,8 +295,9 @@ def check_policy(on_failure: str) -> None:
 
 def handle_failure(phase: str, outcome: Outcome, on_failure: str, report: Report) -> Tensor:
     """Apply the policy to one finished solve and return the mask of failed samples, (B,)."""
-    # A method that approximates on purpose fails only by what is no number.
-    failed = outcome.status != Status.converged if outcome.stats.exact else outcome.status == Status.non_finite
+    failed = outcome.status != Status.converged
+    if not outcome.stats.exact:  # on purpose, but not where it diverges
+        failed = (outcome.status == Status.non_finite) | (outcome.status == Status.stagnated)
     if on_failure in ("raise", "warn") and bool(failed.any()):
         message = _sentence(phase, outcome, failed)
         if on_failure == "raise":

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchdil import batch, modes
@@ -25,7 +25,8 @@ from torchdil.linear import Auto, LinearSolver
 from torchdil.linear.curvature import negative_curvature
 from torchdil.live import showing
 from torchdil.modes import full_precision, no_tangents, observed_by, observer, plain_saving, tangents_active, transforms_active
-from torchdil.problem import Call, Problem, Statement, without_backward
+from torchdil.problem import Call, Problem, Statement, as_called, call_with, parameters_of, without_backward
+from torchdil.slope import look_once
 from torchdil.solution import Report, Result, Solution, Stats, Status, handle_failure
 from torchdil.solvers.base import Solver
 from torchdil.solvers.newton import Newton
@@ -34,8 +35,7 @@ from torchdil.transform import Implicit, check_captures
 
 # A solve that met its tolerance, taken relative to where it started, goes on if that was not enough where it ended.
 _ROUNDS = 3
-# No sample has failed yet.
-_NONE = torch.tensor(False, device="cpu")
+_NONE = torch.tensor(False, device="cpu")  # no sample has failed yet
 
 
 class Observer(Protocol):
@@ -69,7 +69,7 @@ def solve(
     setting = Setting(statement, uncompiled(function), solver, _linear_solver(linear_solver), on_failure, report, first=first)
     y = setting.attached(y0, args)
     if torch.is_grad_enabled() and not (y.requires_grad or transforms_active() or observer.get() is not None):
-        warn_of_no_gradient(statement.argument, y0, (args, _parameters(function)))
+        warn_of_no_gradient(statement.argument, y0, (args, parameters_of(function)))
     assert setting.report.forward is not None
     status, stats = setting.report.forward
     return Solution(statement.layout.unravel(y), status, stats, setting.report)
@@ -157,7 +157,7 @@ class Setting:
     def plain(self, y0: Any, args: tuple[Any, ...], watching: Observer | None = None) -> Tensor:
         """y (B, n), found and attached by autograd."""
         statement, start = self.statement, self.layout.ravel(y0).detach().clone()  # the answer may be the start itself
-        call, replay = self.counted(self.function), _replay(self.function)
+        call, replay = self.counted(self.function), as_called(self.function)
 
         def residual(y: Tensor) -> Tensor:
             return without_backward(lambda y: statement.residual(call, y, args), y, statement.argument)
@@ -170,14 +170,15 @@ class Setting:
         condition.parts = (self.function, args, statement)
         condition.replay = lambda y: statement.residual(replay, y, args)
         condition.bound = replay, args
-        user_call = functools.partial(_bind, call, args)
         with plain_saving(), showing():
-            result, point = self.find(problem, condition, start, user_call)
-        if self.on_failure in ("raise", "warn") and bool((result.status != Status.converged).any()):
-            result.stats.diagnosis = diagnose(problem, start, result, args, type(self.solver).__name__)
+            result, point = self.find(problem, condition, start, functools.partial(_bind, call, args))
+        if bool((result.status != Status.converged).any()):
+            if self.on_failure in ("raise", "warn"):
+                result.stats.diagnosis = diagnose(problem, start, result, args, type(self.solver).__name__)
+        elif watching is None:
+            look_once(problem, result.value, self.function, self.on_failure)
         condition.failed = self.conclude(result)
-        replaced = None if watching is None else watching.found(self, problem, start, result)
-        if replaced is not None:
+        if watching is not None and (replaced := watching.found(self, problem, start, result)) is not None:
             return replaced
         lost = result.status == Status.non_finite
         if self.on_failure == "zero" and bool(lost.any()):
@@ -189,7 +190,7 @@ class Setting:
     def transformed(self, y0: Any, args: tuple[Any, ...]) -> Tensor:
         """y (B, n), found and attached under torch.func."""
         statement = self.statement
-        named = _parameters(self.function)
+        named = parameters_of(self.function)
         leaves, spec = pytree.tree_flatten((named, args))
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         device = modes.default_device()  # torch.func calls functions of autograd without it
@@ -199,15 +200,14 @@ class Setting:
             for i, t in zip(where, operands, strict=True):
                 full[i] = t
             parameters, args = pytree.tree_unflatten(full, spec)
-            return self.counted(modes.on_default_device(device, _call_with(self.function, parameters))), args
+            return self.counted(modes.on_default_device(device, call_with(self.function, parameters))), args
 
-        def residual(y: Tensor, _: Tensor, *operands: Tensor) -> Tensor:
-            call, args = bind(operands)
-            return statement.residual(call, y, args)
+        def stated(part: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def value(y: Tensor, _: Tensor, *operands: Tensor) -> Tensor:
+                call, args = bind(operands)
+                return part(call, y, args)
 
-        def objective(y: Tensor, _: Tensor, *operands: Tensor) -> Tensor:
-            call, args = bind(operands)
-            return statement.objective(call, y, args)
+            return value
 
         def solver(residual: Any, objective: Any, bound: Any, start: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
             problem = self.problem(lambda y: residual(y, start, *operands), lambda y: objective(y, start, *operands))
@@ -218,8 +218,8 @@ class Setting:
             failed = self.conclude(result)
             return result.value.clone(), failed.unsqueeze(1).to(start.dtype)
 
-        start = self.layout.ravel(y0)
-        operands = [leaves[i] for i in where]
+        residual, objective = stated(statement.residual), stated(statement.objective)
+        start, operands = self.layout.ravel(y0), [leaves[i] for i in where]
         check_captures(residual, start, [start, *operands], statement.argument)
         implicit = Implicit(
             residual,
@@ -316,7 +316,7 @@ class Setting:
             status, size = result.status, self.statement.quick_size(y, start)
             residual = batch.norm(F)
             stats = replace(result.stats, residual=residual, norm=batch.norm(y))
-            stats.products, stats.advice = self.calls + result.stats.products, self.statement.advice
+            stats.advice = self.statement.advice
             if size is not None:
                 stats.tolerance = (rtol * size).clamp_min(atol)
                 # A difference, for infinite is not small: numbers near the end of the dtype have no norm.
@@ -352,6 +352,7 @@ class Setting:
 
     def conclude(self, result: Result) -> Tensor:
         """Write the forward half of the report, apply the policy; the samples that failed, (B,)."""
+        result.stats.products += self.calls
         self.report.forward = self.report.outcome(result.status, result.stats)
         return handle_failure("forward", self.report.forward, self.on_failure, self.report).reshape(-1)
 
@@ -377,24 +378,3 @@ def _cast_up(args: tuple[Any, ...], start: Tensor) -> tuple[Any, ...]:
         return args
     half = (torch.float16, torch.bfloat16)
     return map_tensors(lambda t: t.to(start.dtype) if t.dtype in half else t, args)
-
-
-# A module's parameters may be swapped while it is called (torch.func.functional_call): later evaluations use those of the call.
-
-
-def _parameters(function: Any) -> dict[str, Tensor]:
-    return {**dict(function.named_parameters()), **dict(function.named_buffers())} if isinstance(function, nn.Module) else {}
-
-
-def _call_with(function: Any, parameters: dict[str, Tensor]) -> Call:
-    def call(y: Any, *args: Any) -> Any:
-        now = _parameters(function)
-        if all(parameters[name] is now[name] for name in parameters):
-            return function(y, *args)
-        return torch.func.functional_call(function, parameters, (y, *args))
-
-    return call
-
-
-def _replay(function: Any) -> Call:
-    return _call_with(function, _parameters(function)) if isinstance(function, nn.Module) else function

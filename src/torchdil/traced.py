@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.captures import signature
-from torchdil.compiled import CudaGraph, by_inductor, room_for, scripted, tracing
+from torchdil.compiled import CudaGraph, by_inductor, quietly, room_for, scripted, tracing
 from torchdil.graph import partial_derivatives
 from torchdil.linearize import Split, UntraceableError, add_in_place, split
 from torchdil.shapes_only import shapes_only
@@ -124,8 +124,7 @@ class _Trace:
 
     def _faster(self, function: Routine, tensors: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Routine | None:
         try:
-            with tracing, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch, of itself
+            with tracing, quietly():
                 return by_inductor(function, tensors, saved)
         except Exception as error:  # a compiler that is missing, or does not take what Inductor has written
             self._to_compile = False
@@ -267,7 +266,10 @@ class Source:
         """gᵀ ∂F/∂t for each t in `boundary`, if it is traced."""
         if not self.pulls:
             return None
-        return self.pulled(self.run(("pull",), None, lambda pull, g: pull(g), (g,)), boundary)
+        try:
+            return self.pulled(self.run(("pull",), None, lambda pull, g: pull(g), (g,)), boundary)
+        except RuntimeError:  # out of memory, for example
+            return None
 
     def pulled(self, found: tuple[Tensor, ...], boundary: list[Tensor]) -> tuple[Tensor | None, ...] | None:
         """What the trace of gᵀ ∂F/∂θ gives, in the order of `boundary`."""
@@ -338,7 +340,9 @@ class Source:
                     found.append(torch.autograd.grad(w, u, vectors[1], retain_graph=True))
                 if pulled:
                     grads = partial_derivatives(F, vectors[-1], boundary, leaf, create_graph=False)
-                    found.append(tuple(torch.zeros_like(t) if g is None else g for g, t in zip(grads, boundary, strict=True)))
+                    found.append([grad for grad in grads if grad is not None])
+                    if len(found[-1]) < len(boundary):  # F depended on all of them when it was evaluated before
+                        raise UntraceableError("a derivative of the function cannot be found again")
             return found
 
         assert self._memory is not None
@@ -347,8 +351,7 @@ class Source:
             _here.tracing = True
             try:
                 devices = [self._y.device] if self._y.is_cuda else []
-                with warnings.catch_warnings(), torch.random.fork_rng(devices):
-                    warnings.simplefilter("ignore")
+                with quietly(), torch.random.fork_rng(devices):
                     halves = split(derivatives, self._y, *vectors)
                 self._memory.trace = _Trace(halves, self._tensors, pulled, self._symmetric, self._compiled)
             except Exception:  # whatever torch could not do: autograd can
@@ -376,8 +379,7 @@ def _fast(function: Routine, tensors: tuple[Tensor, ...], saved: tuple[Tensor, .
     """The function as a TorchScript graph or a CUDA graph; itself where that cannot be, or would not pay."""
     inputs = (*tensors, *saved)
     try:
-        with tracing, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch, of its own TorchScript
+        with tracing, quietly():
             if not inputs[0].is_cuda:
                 return scripted(function, tensors, saved)
             room = room_for(sum(t.nbytes for t in inputs), inputs[0].device)

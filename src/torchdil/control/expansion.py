@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchdil.control.plan import Plan
+from torchdil.graph import rows_by_autograd
 
 
 class Expansion(NamedTuple):
@@ -84,10 +85,4 @@ def _jacobian(value: Tensor, at: Tensor) -> Tensor:
         return at.new_zeros((*value.shape, at.shape[-1]))
     eye = torch.eye(value.shape[-1], dtype=at.dtype, device=at.device)
     units = eye.reshape(-1, *(1,) * (value.dim() - 1), value.shape[-1]).expand(-1, *value.shape)
-    try:
-        (rows,) = torch.autograd.grad(value, at, units, retain_graph=True, is_grads_batched=True, materialize_grads=True)
-    except RuntimeError:  # an operation without a batching rule, e.g. a custom Function
-        one = [torch.autograd.grad(value, at, unit, retain_graph=True, materialize_grads=True)[0] for unit in units]
-        rows = torch.stack(one)
-    # Zeros come without the batch of rows where the value does not depend on the point.
-    return rows.expand(len(units), *at.shape).movedim(0, -2)
+    return rows_by_autograd(value, at, units).movedim(0, -2)

@@ -1,7 +1,7 @@
 """Approximations of A⁻¹ that are cheap on purpose: the Neumann series, and its first term.
 
 With A = I - B, A⁻¹ = I + B + B² + ...; for a fixed point y = g(y), B is the Jacobian of g, and the series converges where g
-contracts. Their gradients are biased; the report says "approximate" and they do not count as failed.
+contracts. Their gradients are biased; the report says "approximate", and they count as failed only where the series diverges.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Neumann(LinearSolver):
             progress.stop((residual > _DIVERGED * best_norm) & (residual < torch.inf), Status.stagnated)
         result = self.result(best, progress, "Neumann", operator.products - before, exact=False)
         result.stats.residual = best_norm
+        result.stats.advice = "the series diverges, as the function does not contract there: use GMRES() or Auto()"
         return result
 
 

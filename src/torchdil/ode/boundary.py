@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchdil.graph import age, dependence
+from torchdil.graph import Outside, dependence, outside
 from torchdil.modes import full_precision, plain_saving, tangents_active, transforms_active
 from torchdil.ode.equation import Equation
 from torchdil.ode.field import Field
@@ -30,10 +30,10 @@ def boundary(equation: Equation, field: Field, method: Method, times: Tensor, st
         inside = [c for c in method.c if c not in (0.0, 1.0)]
         at = torch.cat([times, *(torch.lerp(times[:-1], times[1:], c) for c in inside)])
         leaf = torch.cat([states, *(torch.lerp(states[:, :-1], states[:, 1:], c) for c in inside)], dim=1).requires_grad_()
-        first = age(leaf)
+        before = outside(leaf, equation.func)
         slopes = field(equation.func, at.to(leaf.dtype), leaf)
         known = (*pytree.tree_leaves(equation.y0), equation.t)
-        _, tensors, hidden = dependence(slopes, leaf, first, known, equation.func)
+        _, tensors, hidden = dependence(slopes, leaf, before, known, equation.func)
     if hidden:
         raise RuntimeError(
             f"func uses a non-leaf tensor that is not a variable of its closure, which {asked} cannot differentiate: make it "
@@ -45,7 +45,7 @@ def boundary(equation: Equation, field: Field, method: Method, times: Tensor, st
 def check_complete(slopes: Tensor, leaf: Tensor, tensors: list[Tensor], asked: str) -> None:
     """Raise if f, evaluated at `leaf` later on, depends on a parameter that was not among `tensors`."""
     known = {id(t) for t in tensors}
-    if any(id(t) not in known for t in dependence(slopes, leaf, 0, tensors, None).tensors):
+    if any(id(t) not in known for t in dependence(slopes, leaf, Outside(0, []), tensors, None).tensors):
         raise RuntimeError(
             f"func uses a parameter between the outputs that it does not use at them, whose gradient {asked} would lose: "
             'use gradient="ift".'
