@@ -7,6 +7,7 @@ at it, by differences along one random direction.
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from typing import Any
@@ -23,14 +24,21 @@ from torchdil.solution import ConvergenceError, ConvergenceWarning, user_frame
 _seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def look_once(problem: Problem, y: Tensor, function: Any, on_failure: str) -> None:
-    """Say so, as the policy wants it, if the derivative of a function is not its slope; at the first solve with it only."""
+def look_once(problem: Problem, y: Tensor, function: Any, argument: str, on_failure: str) -> None:
+    """Say so, as the policy wants it, if the derivative of a function is not its slope; at the first solve with it only.
+
+    Args:
+        problem: what is made of the function.
+        y: where to look, (B, n).
+        function: the user's.
+        argument: the name under which it was given.
+        on_failure: the policy.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
     try:
         known = getattr(function, "__code__", function)
-        assert problem.statement is not None
         if on_failure not in ("raise", "warn") or known in _seen or not len(y):
-            return
-        if problem.statement.box(y) is not None:  # what must vanish has kinks of its own
             return
         _seen.add(known)
         with torch.no_grad(), no_tangents(), torch.random.fork_rng([y.device] if y.is_cuda else []):
@@ -38,10 +46,9 @@ def look_once(problem: Problem, y: Tensor, function: Any, on_failure: str) -> No
     except Exception:  # a function may refuse the points that are tried here, or cannot be remembered
         return
     if not right:
-        name = problem.statement.argument
         message = (
-            f"The derivative of {name} is not its slope, so the solution or its gradient is wrong: use no detach(), item() or "
-            "numpy on the way from y to its value, and check the backward of each autograd.Function in it."
+            f"The derivative of {argument} is not its slope, so the solution or its gradient is wrong: use no detach(), item() "
+            "or numpy on the way from y to its value, and check the backward of each autograd.Function in it."
         )
         if on_failure == "raise":
             raise ConvergenceError(message)

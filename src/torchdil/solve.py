@@ -175,8 +175,8 @@ class Setting:
         if bool((result.status != Status.converged).any()):
             if self.on_failure in ("raise", "warn"):
                 result.stats.diagnosis = diagnose(problem, start, result, args, type(self.solver).__name__)
-        elif watching is None:
-            look_once(problem, result.value, self.function, self.on_failure)
+        elif watching is None and statement.box(start) is None:  # in a box, what must vanish has kinks of its own
+            look_once(problem, result.value, self.function, statement.argument, self.on_failure)
         condition.failed = self.conclude(result)
         if watching is not None and (replaced := watching.found(self, problem, start, result)) is not None:
             return replaced
