@@ -94,7 +94,8 @@ class _Layer(Reporting):
         self.report = solution.report
         if isinstance(self.init, LastSolution) and not transforms_active():  # a transform's tensors end with it
             lost = bool((solution.status == Status.non_finite).any())  # no start for what follows
-            self._last = None if lost else map_tensors(lambda t: t.detach().clone(), solution.value)
+            with torch.inference_mode(False):  # a copy made inside could not take part in training
+                self._last = None if lost else map_tensors(lambda t: t.detach().clone(), solution.value)
         return solution.value
 
     def _solve(self, y0: Any, args: tuple[Any, ...]) -> Solution[Any]:
