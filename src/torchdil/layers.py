@@ -137,7 +137,8 @@ class ArgminLayer(_Layer):
         solver: finds y, as in `argmin`.
         linear_solver: for the backward pass, as in `argmin`.
         on_failure: what to do when a solve fails, as in `argmin`.
-        init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`.
+        init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`. The samples are the
+            first axis of x, whatever its shape: one sample alone is `x[None]`.
 
     Example:
         >>> layer = dil.ArgminLayer(lambda y, x: ((y - x) ** 2 + y**4).sum(-1), init=(3,))
@@ -166,7 +167,8 @@ class RootLayer(_Layer):
         solver: finds y, as in `root`.
         linear_solver: for the backward pass, as in `root`.
         on_failure: what to do when a solve fails, as in `root`.
-        init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`.
+        init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`. The samples are the
+            first axis of x, whatever its shape: one sample alone is `x[None]`.
         batch_dims: how many first axes of y number independent problems. 1 as in every layer of torch; 0 where `residual` mixes
             samples.
 
@@ -201,7 +203,8 @@ class FixedPointLayer(_Layer):
         solver: finds y, as in `fixed_point`.
         linear_solver: for the backward pass, as in `fixed_point`.
         on_failure: what to do when a solve fails, as in `fixed_point`.
-        init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`.
+        init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`. The samples are the
+            first axis of x, whatever its shape: one sample alone is `x[None]`.
         batch_dims: how many first axes of y number independent problems. 1 as in every layer of torch; 0 where `g` mixes
             samples.
 
