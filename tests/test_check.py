@@ -314,3 +314,40 @@ def test_of_a_stiff_trajectory_with_adaptive_steps():
     check = dil.check_gradient(lambda: node(y0, t) / size)
     assert check.ok and check.error < 1e-5
     assert not any("no exact solution" in row[2] for row in check.suspects)
+
+
+def test_times_that_must_ascend_are_moved_by_parts_of_themselves():
+    """A step of the size of the last time would put the first ones out of order."""
+    t = torch.cat((torch.zeros(1), torch.logspace(-4, 2, 7))).double()
+    node = dil.NeuralODE(lambda t, y: -torch.cosh(t / 100) * y**3, method="sdirk2")
+    check = dil.check_gradient(node, draw(3, 2), t)
+    assert check.ok and check.error < 1e-6 and not check.unchecked
+    name, _, _, difference, _, _ = check.tensors[2]
+    assert name == "input 1" and float(difference) != 0
+
+    late = copy.deepcopy(node)
+    late.register_forward_hook(lambda module, inputs, y: y + (inputs[1] - inputs[1].detach()).sum())
+    check = dil.check_gradient(late, draw(3, 2), t)
+    assert check.blame == "function"  # the small steps still see what is wrong
+
+
+@pytest.mark.parametrize("x", [torch.logspace(-8, 0, 9, dtype=torch.float64), torch.linspace(1, 2, 3, dtype=torch.float64)])
+def test_a_function_that_ends_near_its_inputs_is_not_blamed(x):
+    check = dil.check_gradient(lambda x: torch.log(x) * x.sqrt(), x)
+    assert check.ok and not check.unchecked, str(check)
+
+
+def test_an_input_that_cannot_be_moved_is_named_in_a_line():
+    def whole(x, n):
+        if not bool((n == n.round()).all()):
+            raise ValueError("n must be whole.\nOr so.")
+        return x**3 * n
+
+    check = dil.check_gradient(whole, draw(3), torch.ones(3).double())
+    (line,) = check.unchecked
+    assert check.ok and line in str(check).splitlines()
+    assert line == "input 1 could not be checked, as the function refuses what is next to it: n must be whole."
+    assert check.tensors[2][3] == check.tensors[2][5] == "-"
+
+    check = dil.check_gradient(lambda n: whole(n, n), torch.ones(3).double())
+    assert check.blame == "function" and "not defined next to its inputs" in str(check)

@@ -144,6 +144,42 @@ def test_the_gain_minimises_the_cost():
     assert bool((torch.linalg.eigvalsh(cost - S) > -1e-12).all())
 
 
+def exact_gain(A, B, Q, R, digits=80):
+    """K in so many digits, S by doubling."""
+    mp = pytest.importorskip("mpmath")
+    with mp.workdps(digits):
+        A, B, Q, R = (mp.matrix(t.tolist()) if torch.is_tensor(t) else t for t in (A, B, Q, R))
+        power, G, S = A, B * R**-1 * B.T, Q
+        for _ in range(12):
+            inverse = (mp.eye(A.rows) + G * S) ** -1
+            power, G, S = power * inverse * power, G + power * inverse * G * power.T, S + power.T * S * inverse * power
+        return (R + B.T * S * B) ** -1 * (B.T * S * A)
+
+
+@pytest.mark.parametrize("r", [1e-14, 1e-8, 1.0, 1e4])
+@pytest.mark.parametrize("n, m", [(1, 2), (2, 5), (3, 3), (4, 1)])
+def test_the_gain_keeps_its_digits_where_controls_cost_little(n, m, r):
+    """With more controls than states it is R that decides, however small it is."""
+    mp = pytest.importorskip("mpmath")
+    A, B, Q, R = system(n, m)
+    units = torch.logspace(-2, 2, m, dtype=torch.float64)
+    matrices = tracked((A, B / units, Q, r * R / units / units[:, None]))
+    K = dlqr(*(t.expand(2, *t.shape) for t in matrices), on_failure="raise")[0]  # two, so that S is not SciPy's
+    exact = torch.tensor(exact_gain(*matrices).tolist(), dtype=torch.float64)
+    assert relative(K / units[:, None], exact / units[:, None]) <= 1e-11
+
+    with mp.workdps(80):  # the derivative of a number of K by one of A and one of B
+        for k in (0, 1):
+            (grad,) = torch.autograd.grad(K[0, 0], matrices[k], retain_graph=True)
+            ways = []
+            for step in (1, -1):
+                moved = [mp.matrix(t.tolist()) for t in matrices]
+                moved[k][0, 0] += step * mp.mpf(10) ** -20
+                ways.append(exact_gain(*moved)[0, 0])
+            slope = float((ways[0] - ways[1]) / (2 * mp.mpf(10) ** -20))
+            assert abs(float(grad[0, 0]) - slope) <= 1e-9 * abs(slope)
+
+
 @pytest.mark.parametrize("m", [1, 3])
 def test_unstable_modes_without_cost_are_stabilised(m):
     """S = 0 solves the equation, too, but leaves the loop unstable: with Q = 0 the eigenvalue 2 goes to 1/2."""
@@ -259,9 +295,11 @@ def test_derivatives_of_one_system():
 
 
 def test_derivatives_of_the_gain():
-    matrices = tracked(system(2, 1, 2))
-    assert gradcheck(dlqr, matrices, check_forward_ad=True)
-    assert gradgradcheck(dlqr, matrices)
+    for m in (1, 3):
+        matrices = tracked(system(2, m, 2))
+        assert gradcheck(dlqr, matrices, check_forward_ad=True)
+        assert gradgradcheck(dlqr, matrices)
+        torch.testing.assert_close(torch.vmap(dlqr)(*matrices), dlqr(*matrices), rtol=1e-12, atol=1e-12)
 
 
 def test_solvers_that_cannot_do_it_say_so():

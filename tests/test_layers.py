@@ -356,6 +356,15 @@ def test_last_solution_that_failed_is_forgotten():
     close(layer(x), good, 1e-8)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_solution_remembered_from_validation_serves_training(mode):
+    layer, x = dil.ArgminLayer(quartic, init=dil.LastSolution((3,))), draw(0, 4, 3).requires_grad_()
+    with mode():
+        layer(x)
+    layer(x).sum().backward()
+    assert int(layer.report.forward.stats.steps.max()) == 0 and bool(x.grad.isfinite().all())
+
+
 # --- checkpointing ----------------------------------------------------------------------------------------------------------
 
 

@@ -345,6 +345,25 @@ def test_a_planner_that_does_not_polish_reports_how_far_it_is_from_stationary(so
     assert relative(stats.residual, slope.norm(dim=1)) < EXACT
 
 
+@pytest.mark.parametrize("solver", [dil.CEM(), dil.MPPI()], ids=repr)
+def test_bounds_that_hold_or_let_go_are_no_kink_of_the_cost(solver):
+    """What vanishes jumps there, but the cost is smooth; one that is not is still named."""
+
+    def dynamics(x, u):
+        return x + 0.1 * torch.cat((x[:, 1:], torch.sin(x[:, :1]) + u), -1)
+
+    x = torch.tensor([[1.0, 0.0], [0.5, -1.0]])
+    smooth = MPC(dynamics, lambda x, u: (x**2).sum(-1) + 0.1 * (u**2).sum(-1), 5, 1, bounds=(-1.0, 1.0), solver=solver)
+    with pytest.warns(dil.ConvergenceWarning) as caught:
+        smooth(x)
+    assert "jumps" not in str(caught[0].message)
+    kinked = MPC(
+        dynamics, lambda x, u: (x**2).sum(-1) + 10 * u.abs().sum(-1), 5, 1, bounds=(-1.0, 1.0), solver=dil.control.DDP()
+    )
+    with pytest.warns(dil.ConvergenceWarning, match="the derivative of cost jumps at the answer"):
+        kinked(x)
+
+
 def test_a_callable_may_find_the_plan():
     mpc, x = make("network", (-0.5, 0.5)), state().requires_grad_()
     answer = mpc(x).detach()
@@ -471,6 +490,18 @@ BAD = {
     "u0, list": (lambda: make("pendulum")(state(), [0.0]), "u0 must be a tensor"),
     "u0, one": (lambda: make("pendulum")(state()[0], [0.0]), "u0 must be a tensor"),
     "u0, dtype": (lambda: make("pendulum")(state(), torch.zeros(3, 6, 1).float()), "u0 must be like x_obs"),
+    "dynamics, swapped": (
+        lambda: MPC(lambda u, x: torch.cat((x, u), -1)[:, 1:], Target(), 3, 1)(state()),
+        r"dynamics is called as dynamics\(x, u\), but its parameters are \(u, x\): change their order",
+    ),
+    "cost, swapped": (
+        lambda: MPC(Pendulum(), lambda action, state: (state**2).sum(-1) + (action**2).sum(-1), 3, 1)(state()),
+        r"cost is called as cost\(x, u\), but its parameters are \(action, state\): change their order",
+    ),
+    "true_dynamics, swapped": (
+        lambda: make("pendulum").rollout(lambda u, x: x, state(), 3),
+        r"true_dynamics is called as true_dynamics\(x, u\), but its parameters are \(u, x\)",
+    ),
     "dynamics, shape": (lambda: MPC(lambda x, u: x[:, :1], Target(), 3, 1)(state()), "dynamics must return shape"),
     "dynamics, type": (lambda: MPC(lambda x, u: None, Target(), 3, 1)(state()), "dynamics must return a tensor"),
     "dynamics, dtype": (lambda: MPC(lambda x, u: x.float(), Target(), 3, 1)(state()), "dynamics must return the dtype"),

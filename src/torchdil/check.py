@@ -33,6 +33,7 @@ _NOT_FINITE = "its value or its derivative is not finite"
 _ROUGH = "its slope does not settle as the step of the differences shrinks"
 _BLIND = "it solves under torch.func, where solves cannot be taken apart: this may be theirs"
 _RANDOM = "it gave two answers to the same inputs"
+_ALONE = "it is not defined next to its inputs, so nothing can be compared"
 _ADVICE = {
     _JUMP: "replace what is not smooth there (abs, max, round, a threshold) by a smooth function",
     _KINK: "replace what is not smooth there (relu, abs, max) by a smooth function, or take the gradient as one-sided",
@@ -44,6 +45,7 @@ _ADVICE = {
     _ROUGH: "look for oscillations or noise in the function that are finer than a ten-millionth of the tensor",
     _BLIND: "call check_gradient on the layer without torch.func around it",
     _RANDOM: "draw random numbers outside, put modules into eval(), or seed inside the function",
+    _ALONE: "let it take inputs that are a little off, or check it where it does",
 }
 # How often the step of the differences is shortened.
 _SHORTER = 4
@@ -64,6 +66,7 @@ class GradientCheck:
         tensors: a table, headings first: the derivative along a direction of each tensor as the layer has it, by finite
             differences of the exact solution, and through the steps of the solver.
         suspects: a table, headings first: what each adds to the error, and what was seen of it.
+        unchecked: a sentence for each tensor that cannot be moved without the function refusing it, so that there is no slope.
     """
 
     blame: str
@@ -73,17 +76,18 @@ class GradientCheck:
     advice: str
     tensors: list[tuple[str, ...]] = field(repr=False)
     suspects: list[tuple[str, ...]] = field(repr=False)
+    unchecked: list[str] = field(default_factory=list, repr=False)
 
     @property
     def ok(self) -> bool:
-        """Whether the gradient is right to `rtol`."""
+        """Whether the gradient is right to `rtol`, by all tensors that could be checked."""
         return self.blame == "nothing"
 
     def __str__(self) -> str:
         verdict = "right" if self.ok else f"wrong, and the {self.blame} is to blame"
         heading = f"The gradient is {verdict}: relative error {self.error:.1e}, allowed {self.rtol:.0e}."
         mend = "Nothing to mend." if self.ok else f"To mend it: {self.advice}."
-        return "\n\n".join([heading, text_table(self.tensors), text_table(self.suspects), mend])
+        return "\n\n".join([heading, text_table(self.tensors), *self.unchecked, text_table(self.suspects), mend])
 
 
 def check_gradient(layer_or_fn: Callable[..., Any], *inputs: Any, rtol: float | None = None, seed: int = 0) -> GradientCheck:
@@ -153,21 +157,25 @@ class _Check:
         unrolled, steps = self.unrolled(solves)
         rows: list[tuple[str, ...]] = [("tensor", "shape", "layer", "differences", f"unrolled {steps}".rstrip(), "error")]
         error, function, why = 0.0, 0.0, ""
+        unchecked: list[str] = []
         for (name, tensor), own, best, through in zip(self.tensors, layer, exact, unrolled, strict=True):
-            # Partly along the gradient, so that there is something to see, and partly anywhere.
-            known = torch.where(torch.isfinite(best), best, 0.0)
-            direction = known / (float(known.norm()) or 1.0) + self.draw(tensor) / tensor.numel() ** 0.5
-            direction = direction / direction.norm()
-            slope = self.difference(tensor, direction, answers)
+            slope, direction = self.difference(tensor, best, answers)
             by_layer, by_theorem = (float((g * direction).sum()) for g in (own, best))
+            third = "-" if through is None else f"{float((through.detach() * direction).sum()):.6e}"
+            if isinstance(slope, str) and math.isfinite(by_theorem):
+                unchecked.append(f"{name} could not be checked, as the function refuses what is next to it: {slope}")
+                rows.append((name, str(tuple(tensor.shape)), f"{by_layer:.6e}", "-", third, "-"))
+                continue
+            slope = _Slope(math.nan, 0.0, kink=False, rough=False) if isinstance(slope, str) else slope
             wrong, off = (slope.error(derivative, by_theorem) for derivative in (by_layer, by_theorem))
             error = max(error, wrong)
             if off > function:
                 function, why = off, self.reason(slope, by_theorem)
-            third = "-" if through is None else f"{float((through.detach() * direction).sum()):.6e}"
             rows.append((name, str(tuple(tensor.shape)), f"{by_layer:.6e}", f"{slope.value:.6e}", third, f"{wrong:.1e}"))
         if not self.finite:
             why = _NOT_FINITE
+        elif len(unchecked) == len(self.tensors):
+            why = _ALONE
         elif any(solve.jumps for solve in refined.solves):
             why = _JUMP
         elif self.differs(answers):
@@ -176,7 +184,7 @@ class _Check:
             why = ""
         elif refined.blind and why in (_KINK, _OTHER):
             why = _BLIND
-        return self.verdict(solves, refined.solves, suspects, (function, why), error, rows)
+        return self.verdict(solves, refined.solves, suspects, (function, why), error, rows, unchecked)
 
     def reason(self, slope: _Slope, derivative: float) -> str:
         """Why the theorem's derivative is not the slope."""
@@ -192,11 +200,12 @@ class _Check:
         function: tuple[float, str],
         error: float,
         rows: list[tuple[str, ...]],
+        unchecked: list[str],
     ) -> GradientCheck:
         """Name the culprit and what to change."""
         part, why = function
         errors, sights, advice = {"function": part}, {"function": why or "differentiable where it was looked at"}, {}
-        certain = "function" if why in (_NOT_FINITE, _JUMP, _RANDOM) else ""  # then of the others nothing can be told
+        certain = "function" if why in (_NOT_FINITE, _JUMP, _RANDOM, _ALONE) else ""  # then of the others nothing can be told
         for (k, phase), part in suspects.items():
             name = f"{phase} solve" + (f" {k + 1}" if len(solves) > 1 else "")
             outcome = solves[k].report.forward if phase == "forward" else solves[k].report.backward
@@ -211,9 +220,9 @@ class _Check:
         table: list[tuple[str, ...]] = [("suspect", "adds", "what was seen")]
         table += [(name, f"{errors[name]:.1e}", sights[name]) for name in errors]
         if right:
-            return GradientCheck("nothing", error, errors, self.rtol, "", rows, table)
+            return GradientCheck("nothing", error, errors, self.rtol, "", rows, table, unchecked)
         change = _ADVICE[why or _OTHER] if culprit == "function" else mend(*advice[culprit])
-        return GradientCheck(culprit, error, errors, self.rtol, change, rows, table)
+        return GradientCheck(culprit, error, errors, self.rtol, change, rows, table, unchecked)
 
     def outputs(self) -> list[Tensor]:
         """The floating-point tensors that the function returns, called in the state in which it was found."""
@@ -269,32 +278,46 @@ class _Check:
                 return list(grads), name
         return [None] * len(self.tensors), ""
 
-    def difference(self, tensor: Tensor, direction: Tensor, answers: dict[int, Tensor]) -> _Slope:
-        """The slope of the exact solution's loss along a direction of one tensor."""
-        kept = tensor.detach().clone()
+    def difference(self, tensor: Tensor, gradient: Tensor, answers: dict[int, Tensor]) -> tuple[_Slope | str, Tensor]:
+        """The slope of the exact solution's loss along a direction of one tensor, or why there is none; and the direction."""
+        kept, known, anywhere = tensor.detach().clone(), torch.where(torch.isfinite(gradient), gradient, 0.0), self.draw(tensor)
+        outcome: _Slope | str = ""
 
         def at(step: float) -> float:
             with torch.no_grad(), observed_by(Watch(refine=answers)):
                 tensor.copy_(kept + step * direction)
                 return float(self.loss())
 
+        # All elements by as much; where the function refuses that (times that ascend, a logarithm), each by a part of itself.
+        sizes, relative = kept.abs(), False
         h = self.eps**0.25 * (float(kept.norm()) or 1.0)
         try:
-            here = at(0.0)
-            slope = self.slope(at, h, here)
-            for _ in range(_SHORTER):
-                if not slope.rough:
-                    break
-                h = h / 30  # the function bends within a step
-                slope = self.slope(at, h, here)
+            for _ in range(_SHORTER + 1):
+                # Partly along the gradient, so that there is something to see, and partly anywhere.
+                units = torch.where(sizes > 0, sizes, sizes[sizes > 0].min()) if relative else torch.ones_like(kept)
+                steepest = known * units
+                direction = steepest / (float(steepest.norm()) or 1.0) + anywhere / tensor.numel() ** 0.5
+                direction = units * direction / direction.norm()
+                try:
+                    outcome = self.slope(at, h, at(0.0))
+                    if not outcome.rough:
+                        break
+                except Exception as error:
+                    outcome = str(error).partition("\n")[0] or type(error).__name__
+                    if not relative and bool((sizes > 0).any()):
+                        relative, h = True, self.eps**0.25
+                        continue
+                h = h / 30  # the function bends within a step, or is not defined at its end
         finally:
             with torch.no_grad():
                 tensor.copy_(kept)
-        return slope
+        return outcome, direction
 
     def slope(self, at: Callable[[float], float], h: float, here: float) -> _Slope:
         """By steps of h and h / 2 to either side."""
         ahead, behind, ahead_half, behind_half = at(h), at(-h), at(h / 2), at(-h / 2)
+        if math.isfinite(here) and not all(map(math.isfinite, (ahead, behind, ahead_half, behind_half))):
+            raise ArithmeticError("its value is not finite there.")
         full, half = (ahead - behind) / (2 * h), (ahead_half - behind_half) / h
         noise = 100 * self.eps * max(abs(here), abs(ahead), abs(behind)) / h
         # The one-sided slopes approach each other as the step shrinks, unless there is a kink.

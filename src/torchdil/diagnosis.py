@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchdil import batch
-from torchdil.problem import Problem
+from torchdil.problem import Problem, gradient
 from torchdil.slope import direction, is_slope
 from torchdil.solution import Result, Status
 
@@ -100,10 +100,19 @@ def _falls(problem: Problem, start: Tensor, y: Tensor, failed: Tensor) -> bool:
 
 
 def jumps(problem: Problem, y: Tensor, among: Tensor) -> bool:
-    """Whether F of one of the samples changes by as much over a short way across y as over a longer one."""
+    """Whether F of one of the samples changes by as much over a short way across y as over a longer one.
+
+    Of a problem in a box ∇f is looked at: F jumps wherever a bound begins or ceases to hold y back, however smooth f is.
+    """
     d, eps = direction(y), torch.finfo(y.dtype).eps
+
+    def slope(y: Tensor) -> Tensor:
+        if problem.box is None or problem.objective is None:
+            return problem.evaluate(y)
+        return gradient(problem.objective, y, "score")[0].detach()
+
     ways = [eps**power * d for power in (0.25, 0.4)]
-    far, near = (batch.norm(problem.evaluate(y + way) - problem.evaluate(y - way)) for way in ways)
+    far, near = (batch.norm(slope(y + way) - slope(y - way)) for way in ways)
     return bool((among & (near > 0.5 * far)).any())
 
 

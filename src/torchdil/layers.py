@@ -94,7 +94,8 @@ class _Layer(Reporting):
         self.report = solution.report
         if isinstance(self.init, LastSolution) and not transforms_active():  # a transform's tensors end with it
             lost = bool((solution.status == Status.non_finite).any())  # no start for what follows
-            self._last = None if lost else map_tensors(lambda t: t.detach().clone(), solution.value)
+            with torch.inference_mode(False):  # a copy made inside could not take part in training
+                self._last = None if lost else map_tensors(lambda t: t.detach().clone(), solution.value)
         return solution.value
 
     def _solve(self, y0: Any, args: tuple[Any, ...]) -> Solution[Any]:
@@ -136,7 +137,8 @@ class ArgminLayer(_Layer):
         solver: finds y, as in `argmin`.
         linear_solver: for the backward pass, as in `argmin`.
         on_failure: what to do when a solve fails, as in `argmin`.
-        init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`.
+        init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`. The samples are the
+            first axis of x, whatever its shape: one sample alone is `x[None]`.
 
     Example:
         >>> layer = dil.ArgminLayer(lambda y, x: ((y - x) ** 2 + y**4).sum(-1), init=(3,))
@@ -165,7 +167,8 @@ class RootLayer(_Layer):
         solver: finds y, as in `root`.
         linear_solver: for the backward pass, as in `root`.
         on_failure: what to do when a solve fails, as in `root`.
-        init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`.
+        init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`. The samples are the
+            first axis of x, whatever its shape: one sample alone is `x[None]`.
         batch_dims: how many first axes of y number independent problems. 1 as in every layer of torch; 0 where `residual` mixes
             samples.
 
@@ -200,7 +203,8 @@ class FixedPointLayer(_Layer):
         solver: finds y, as in `fixed_point`.
         linear_solver: for the backward pass, as in `fixed_point`.
         on_failure: what to do when a solve fails, as in `fixed_point`.
-        init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`.
+        init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`. The samples are the
+            first axis of x, whatever its shape: one sample alone is `x[None]`.
         batch_dims: how many first axes of y number independent problems. 1 as in every layer of torch; 0 where `g` mixes
             samples.
 

@@ -338,9 +338,26 @@ def dlqr(
         if on_failure == "zero":  # K is NaN there, but its derivatives must not be
             S, A, B = (torch.where(lost, 0.0, t) for t in (S, A, B))
             R = torch.where(lost, torch.eye(R.shape[-1], dtype=R.dtype, device=R.device), R)
-        BS = B.mT @ S
-        K = torch.linalg.solve_ex(R + BS @ B, BS @ A)[0]
+        K = _gain(S, A, B, R)
         return torch.where(lost, torch.nan, K) if on_failure == "zero" else K
+
+
+def _gain(S: Tensor, A: Tensor, B: Tensor, R: Tensor) -> Tensor:
+    """K = (R + Bᵀ S B)⁻¹ Bᵀ S A, (*batch, m, n), where R is positive definite.
+
+    With more controls than states Bᵀ S B is singular: R alone decides there, and would lose its digits in the sum. So K is read
+    off R K = Bᵀ P, P = S (A - B K), whose matrix holds the two apart; R = L Lᵀ and the size of S give all its parts one unit.
+    """
+    n, m = B.shape[-2:]
+    size = S.detach().flatten(-2).norm(dim=-1)[..., None, None]
+    size = torch.where(size > 0, size, 1.0)
+    L = torch.linalg.cholesky_ex(R)[0]
+    V = torch.linalg.solve_triangular(L, B.mT * size.sqrt(), upper=False)
+    S = S / size
+    I_m, I_n = (torch.eye(k, dtype=S.dtype, device=S.device).expand(*S.shape[:-2], k, k) for k in (m, n))
+    matrix = torch.cat((torch.cat((I_m, -V), dim=-1), torch.cat((S @ V.mT, I_n), dim=-1)), dim=-2)
+    rhs = torch.cat((torch.zeros_like(B.mT), S @ A * size.sqrt()), dim=-2)
+    return torch.linalg.solve_triangular(L.mT, torch.linalg.solve_ex(matrix, rhs)[0][..., :m, :], upper=True)
 
 
 def _checked(A: Tensor, B: Tensor, Q: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -20,6 +20,10 @@ from torchdil.solve import Setting, uncompiled
 from torchdil.solvers.base import Solver
 from torchdil.solvers.bounds import check_bounds, rows_of
 
+# What the functions of users call the two, where they could be swapped.
+_STATES = {"x", "xs", "x_t", "state", "states"}
+_CONTROLS = {"u", "us", "u_t", "control", "controls", "action", "actions"}
+
 
 class Rollout(NamedTuple):
     """A closed loop.
@@ -175,6 +179,7 @@ class MPC(Reporting):
         """
         if not callable(true_dynamics):
             raise TypeError(f"true_dynamics must be callable, got {type(true_dynamics).__name__}.")
+        _check_order("true_dynamics", true_dynamics)
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
         _check_state(x0, "x0")
@@ -243,15 +248,22 @@ def _check_count(name: str, number: Any) -> None:
         raise ValueError(f"{name} must be an integer of at least 1, got {number!r}.")
 
 
+def _check_order(name: str, function: Any) -> None:
+    """Raise one sentence if the function's own names say that it takes the control first."""
+    names = check_signature(function, name, ("x", "u"), (None, None))
+    if len(names) > 1 and names[0] in _CONTROLS and names[1] in _STATES:
+        raise TypeError(f"{name} is called as {name}(x, u), but its parameters are ({', '.join(names)}): change their order.")
+
+
 def _check_functions(plan: Plan, x: Tensor, u: Tensor) -> None:
     """Raise one sentence if dynamics or cost return something else than expected."""
+    _check_order("dynamics", plan.dynamics)
+    _check_order("cost", plan.cost)
     try:
         with observed_by(None):
             ahead, costs = plan.dynamics(x, u[:, 0]), plan.cost(x, u[:, 0])
             final = costs if plan.terminal is None else plan.terminal(x)
     except TypeError:
-        check_signature(plan.dynamics, "dynamics", ("x", "u"), (x, u[:, 0]))
-        check_signature(plan.cost, "cost", ("x", "u"), (x, u[:, 0]))
         if plan.terminal is not None:
             check_signature(plan.terminal, "terminal", ("x",), (x,))
         raise
