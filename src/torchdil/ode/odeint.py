@@ -18,6 +18,7 @@ from torchdil.ode.adaptive_adjoint import adaptive_adjoint
 from torchdil.ode.adjoint import adjoint_grid
 from torchdil.ode.backprop import unrolled_grid
 from torchdil.ode.equation import Equation, Grid, Options
+from torchdil.ode.field import holds
 from torchdil.ode.fixed import fixed_grid
 from torchdil.ode.methods import Method, method_of
 from torchdil.ode.recompute import recomputed
@@ -192,5 +193,8 @@ def _solve(
                 states = recomputed(equation, method, grid, *common, chosen.checkpoint)
             else:
                 states = fixed_grid(equation, method, grid, *common)
+        holding = holds(equation.func, equation.t, states, equation.layout)
+    if not holding:  # with f called point by point, which is right in any case
+        return _solve(func, y0, t, method, gradient, solver, linear_solver, batch_dims, rtol, atol, options, on_failure)
     assert report.forward is not None
     return Solution(equation.outputs(states), *report.forward, report)
