@@ -4,9 +4,11 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
+import torchdil as dil
 from torchdil.compiled import memory
-from torchdil.ode import odeint
+from torchdil.ode import odeint, solve
 
 METHODS = ["backward_euler", "sdirk2", "kvaerno5", "radauIIA5"]
 Y0 = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
@@ -84,3 +86,90 @@ def test_a_function_that_comes_to_need_single_calls_is_found_out(method):
     for _ in range(10):
         found = odeint(f, Y0, t, batch_dims=1, method=method)
     assert torch.allclose(found, odeint(lambda t, y: -y + 0.2, Y0, t, batch_dims=1, method=method), rtol=1e-8)
+
+
+def mixing(kind, size):
+    """A function of which each sample depends on the others a little."""
+    torch.manual_seed(0)
+    W = torch.randn(2, 2, dtype=torch.float64)
+    mixes = {
+        "mean": lambda y: y.mean(0, keepdim=True),
+        "normalised": lambda y: nn.functional.batch_norm(y, None, None, training=True),
+        "neighbour": lambda y: y.roll(1, 0),
+        "one way": lambda y: torch.cat((y[:1], y[:1], 0 * y[2:])),
+    }
+    return lambda t, y: torch.tanh(y @ W) - y + size * mixes[kind](y)
+
+
+@pytest.mark.parametrize(
+    "method, grad", [("backward_euler", True), ("kvaerno5", False), ("radauIIA5", True), ("radauIIA5", False)]
+)
+@pytest.mark.parametrize("size", [0.1, 1e-5])
+@pytest.mark.parametrize("kind", ["mean", "normalised", "neighbour", "one way"])
+def test_a_function_that_mixes_samples_is_told_of(kind, size, method, grad):
+    y0 = torch.randn(6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with torch.set_grad_enabled(grad), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = solve(mixing(kind, size), y0, line(0, 1, 6), batch_dims=1, **settings(method))
+    assert len(caught) == 1 and "func mixes samples" in str(caught[0].message) and not found.converged.any()
+    assert "y[..., 0]" in str(caught[0].message) and caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("method", ["backward_euler", "kvaerno5"])
+def test_a_function_that_mixes_samples_is_refused_by_the_policy(method):
+    f, y0 = mixing("mean", 0.01), torch.randn(4, 2, dtype=torch.float64).requires_grad_()
+    with pytest.raises(dil.ConvergenceError, match=r"func mixes samples.*batch_dims=0") as refused:
+        odeint(f, y0, line(0, 1, 6), batch_dims=1, method=method, on_failure="raise")
+    assert not refused.value.report.forward.converged.any()
+    for policy, expected in (("zero", 0.0), ("nan", torch.nan)):
+        y = odeint(f, y0, line(0, 1, 6), batch_dims=1, method=method, on_failure=policy)
+        (gradient,) = torch.autograd.grad(y[-1].sum(), y0)
+        assert torch.equal(gradient.nan_to_num(7.0), torch.full_like(y0, expected).nan_to_num(7.0))
+    odeint(f, y0, line(0, 1, 6), method=method, on_failure="raise", batch_dims=0)
+
+
+@pytest.mark.parametrize("method", ["backward_euler", "kvaerno5"])
+def test_batch_normalisation_is_told_of_in_training_only(method):
+    field = Normalised()
+    node, y0 = dil.NeuralODE(field, method=method, on_failure="raise"), torch.randn(6, 2, dtype=torch.float64)
+    field.net.eval()
+    for _ in range(2):
+        node(y0, line(0, 1, 6))
+    field.net.train()
+    with pytest.raises(dil.ConvergenceError, match="func mixes samples"):
+        node(y0, line(0, 1, 6))
+
+
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh()).double()
+
+    def forward(self, t, y):
+        return 0.1 * self.net(y) - y
+
+
+@pytest.mark.parametrize("gradient", ["ift", "adjoint"])
+@pytest.mark.parametrize("method", ["kvaerno5", "radauIIA5", "trbdf2"])
+def test_a_random_function_is_told_of_before_adaptive_steps(method, gradient):
+    calls = []
+
+    def f(t, y):
+        calls.append(t)
+        return nn.functional.dropout(1 - y, 0.2)
+
+    y0 = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
+    with pytest.warns(dil.ConvergenceWarning, match=r"another value each time.*dropout off with \.eval\(\)") as caught:
+        found = solve(f, y0, line(0, 1, 6), method=method, rtol=1e-4, batch_dims=1, gradient=gradient)
+    assert len(caught) == 1 and len(calls) < 20 and not found.converged.any()
+    assert torch.equal(found.value, y0.expand(6, 8, 2)) and not found.stats.accepted.any()
+    with pytest.raises(dil.ConvergenceError, match="another value each time"):
+        odeint(f, y0, line(0, 1, 6), method=method, rtol=1e-4, on_failure="raise")
+
+
+def test_samples_that_only_share_their_size_are_not_said_to_mix():
+    def f(t, y):  # the largest is taken out, and put back
+        largest = y.abs().amax()
+        return -largest * (y / largest) ** 3 * largest**2
+
+    odeint(f, torch.randn(6, 3, dtype=torch.float64), line(0, 1, 6), batch_dims=1, on_failure="raise")

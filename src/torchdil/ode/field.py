@@ -44,16 +44,14 @@ class _Hidden(Tensor):
 
     @staticmethod
     def __new__(cls, dtype: torch.dtype, device: torch.device) -> _Hidden:
-        return Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=device)  # type: ignore[attr-defined, no-any-return]
+        return Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=device)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise TimeUsedError("func uses t.")
 
-    # TorchScript and torch.func do not call the function above: below it, at the dispatcher, nothing goes by.
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise TimeUsedError("func uses t.")
+    # TorchScript and torch.func do not call that; the dispatcher below them calls this.
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
 
 
 @functools.cache
