@@ -157,7 +157,7 @@ class Setting:
     def plain(self, y0: Any, args: tuple[Any, ...], watching: Observer | None = None) -> Tensor:
         """y (B, n), found and attached by autograd."""
         statement, start = self.statement, self.layout.ravel(y0).detach().clone()  # the answer may be the start itself
-        call, replay = self.counted(self.function), _replay(self.function)
+        call, replay = self.counted(self.function), as_called(self.function)
 
         def residual(y: Tensor) -> Tensor:
             return without_backward(lambda y: statement.residual(call, y, args), y, statement.argument)
@@ -396,5 +396,6 @@ def _call_with(function: Any, parameters: dict[str, Tensor]) -> Call:
     return call
 
 
-def _replay(function: Any) -> Call:
+def as_called(function: Any) -> Call:
+    """The function with the parameters that it has now."""
     return _call_with(function, _parameters(function)) if isinstance(function, nn.Module) else function
