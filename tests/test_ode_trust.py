@@ -241,3 +241,44 @@ def called_with_others(size, **again):
 def test_functional_call_counts_where_a_module_is_evaluated_again(again):
     for found, expected in zip(*called_with_others(3, **again), strict=True):
         assert torch.allclose(found, expected, rtol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "size, again",
+    [(4, {"linear_solver": dil.CG()}), (4, {"linear_solver": dil.GMRES()}), (4, {"linear_solver": dil.Dense()}), (300, {})],
+    ids=str,
+)
+def test_functional_call_counts_where_steps_are_solved_one_after_another(size, again):
+    for found, expected in zip(*called_with_others(size, **again), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("solver", [dil.CG(), dil.GMRES()], ids=str)
+def test_a_number_that_changes_before_the_backward_pass_changes_no_gradient(solver):
+    field, gradients = Context(), []
+    for scale in (1.0, 3.0):
+        field.scale, node = 1.0, dil.NeuralODE(field, linear_solver=solver)
+        y = node(start(), line(0, 1, 9))
+        field.scale = scale
+        gradients.append(torch.autograd.grad(y[-1].square().sum(), list(field.parameters())))
+        assert node.report.backward.converged.all()
+    for found, expected in zip(*gradients, strict=True):
+        assert torch.allclose(found, expected, rtol=1e-6, atol=1e-10)
+
+
+FIXED = ["backward_euler", "sdirk2", "radauIIA3", "gl6", "rk4"]
+
+
+@pytest.mark.parametrize("given", [{"rtol": 1e-8}, {"atol": 1e-8}, {"rtol": 1e-8, "atol": 1e-8}], ids=str)
+@pytest.mark.parametrize("method", FIXED)
+def test_tolerances_that_are_not_used_are_told_of(method, given):
+    t = real([0.0, 10.0])
+    with pytest.warns(UserWarning, match='rtol and atol are not used: .* takes the steps .*"kvaerno5"') as caught:
+        odeint(lambda t, y: -0.1 * y, real([1.0]), t, method=method, **given)
+        dil.NeuralODE(lambda t, y: -0.1 * y, method, **given)(real([[1.0]]), t)
+    assert [warning.filename for warning in caught] == [__file__] * 2
+
+
+@pytest.mark.parametrize("method", ["kvaerno5", "radauIIA5", "trbdf2"])
+def test_tolerances_of_a_method_that_can_adapt_are_no_matter_on_a_fixed_grid(method):
+    odeint(lambda t, y: -y, real([1.0]), real([0.0, 1.0]), method=method, rtol=1e-6, options={"substeps": 4})

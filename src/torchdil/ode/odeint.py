@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from torchdil.ode.flaws import flaw, tell, unsolved
 from torchdil.ode.methods import Method, method_of
 from torchdil.ode.recompute import recomputed
 from torchdil.ode.walk import Tolerances
-from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, Y, check_policy
+from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, Y, check_policy, user_frame
 from torchdil.solve import uncompiled
 from torchdil.solvers.base import Solver
 
@@ -71,7 +72,7 @@ def odeint(
         batch_dims: how many first axes of y number independent systems; 0: all of y is one system, right for any func.
         rtol: the relative error of a step that an adaptive method (TRBDF2, Kvaerno5, RadauIIA(5)) aims at. These are adaptive
             if rtol or atol is given and options has neither step_size nor substeps, `Kvaerno5` also without; other methods take
-            a fixed grid, and use neither.
+            a fixed grid, and use neither, which a warning says.
         atol: the absolute one.
         options: a dict of `step_size` or `substeps` (the grid between outputs; one step each by default), `max_steps` and
             `first_step` (adaptive), `checkpoint` (True: O(√T) memory), `adjoint` ("reverse" or "stored").
@@ -177,6 +178,13 @@ def _solve(
     tolerances = Tolerances.of(rtol, atol, equation.start.dtype)
     if chosen.checkpoint and gradient != "ift":
         raise ValueError(f'checkpoint is for gradient="ift", got gradient={gradient!r}.')
+    if not method.adaptive and not rtol is atol is None:
+        warnings.warn(
+            f"rtol and atol are not used: {method!r} takes the steps that it is given. Use one that chooses its steps by them, "
+            'method="kvaerno5", "radauIIA5" or "trbdf2", or leave them out and set substeps or step_size in options.',
+            UserWarning,
+            stacklevel=user_frame(),
+        )
     adapts = method.adaptive and not chosen.fixed and (method.always_adaptive or not rtol is atol is None)
     with full_precision(equation.start):
         cause = flaw(equation, adapts)
