@@ -282,3 +282,23 @@ def test_tolerances_that_are_not_used_are_told_of(method, given):
 @pytest.mark.parametrize("method", ["kvaerno5", "radauIIA5", "trbdf2"])
 def test_tolerances_of_a_method_that_can_adapt_are_no_matter_on_a_fixed_grid(method):
     odeint(lambda t, y: -y, real([1.0]), real([0.0, 1.0]), method=method, rtol=1e-6, options={"substeps": 4})
+
+
+@pytest.mark.parametrize("offset", [1e6, 1.7e9])
+@pytest.mark.parametrize("method", ["trapezoid", "kvaerno5"])
+def test_times_that_float32_cannot_tell_apart_are_told_of(method, offset):
+    y0, t = torch.zeros(1), offset + line(0, 10, 401)
+    with pytest.warns(UserWarning, match="func is given t in the dtype of y, torch.float32.* let t begin near 0") as caught:
+        odeint(lambda t, y: torch.cos(t / 1e7) - y, y0, t, method=method, options={} if method == "trapezoid" else None)
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("method", ["trapezoid", "kvaerno5"])
+def test_times_that_nobody_looks_at_or_that_are_told_apart_are_no_matter(method):
+    def forced(t, y):
+        return torch.cos(t) - y
+
+    odeint(forced, torch.zeros(1), line(0, 10, 401), method=method)
+    odeint(forced, torch.zeros(1), 100 + line(0, 10, 401), method=method)
+    odeint(lambda t, y: 1 - y, torch.zeros(1), 1.7e9 + line(0, 10, 401), method=method)
+    odeint(forced, torch.zeros(1, dtype=torch.float64), 1.7e9 + line(0, 10, 401), method=method)

@@ -143,6 +143,17 @@ def field_of(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool = 
     return Field(layout, verdict.mode, functional=verdict.functional)
 
 
+def uses_time(func: Call, y0: Any) -> bool:
+    """Whether f looks at t, here at y0."""
+    like = pytree.tree_leaves(y0)[0]
+    try:
+        with torch.no_grad(), no_tangents():
+            func(_hidden(like.dtype, like.device), y0)
+    except Exception:  # a `TimeUsedError`, whatever has been made of it on its way
+        return True
+    return False
+
+
 def holds(func: Call, t: Tensor, states: Tensor, layout: Layout) -> bool:
     """Whether the verdicts on a function still hold at the states that were found with them, (B, T, D), at the times t, (T,).
 

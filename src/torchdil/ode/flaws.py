@@ -5,6 +5,8 @@ The residual at the answer does not always show it: with adaptive steps as much 
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 
@@ -12,12 +14,14 @@ from torchdil.compiled import memory
 from torchdil.diagnosis import is_random, mixes_samples
 from torchdil.modes import no_tangents, observed_by, plain_saving, transforms_active
 from torchdil.ode.equation import Equation
-from torchdil.ode.field import same
+from torchdil.ode.field import same, uses_time
 from torchdil.ode.walk import AdaptiveStats
-from torchdil.solution import Report, Status, handle_failure, mask_failed
+from torchdil.solution import Report, Status, handle_failure, mask_failed, user_frame
 
 # On a fixed grid, whose residual is small in any case, a function is looked at again at every so many calls.
 _EVERY = 10
+# A step should be so many roundings of t at least.
+_DIGITS = 4
 
 
 def flaw(equation: Equation, adaptive: bool) -> str:
@@ -59,6 +63,21 @@ def _seen(equation: Equation, adaptive: bool) -> str:
             if not same(others, value[~moved]) and same(f(y), value):
                 return mixes_samples("func", "ode")
     return ""
+
+
+def warn_of_rounded_times(equation: Equation, steps: int) -> None:
+    """Warn if f is given times that differ by less than the digits of y can tell, on a way of so many steps."""
+    if transforms_active():
+        return
+    first, last, dtype = float(equation.t[0]), float(equation.t[-1]), equation.start.dtype
+    digits, step = torch.finfo(dtype).eps * max(abs(first), abs(last)), abs(last - first) / max(steps, len(equation.t) - 1)
+    if step < _DIGITS * digits and uses_time(equation.func, equation.y0):
+        warnings.warn(
+            f"func is given t in the dtype of y, {dtype}, whose numbers near {last:.6g} are {digits:.1g} apart, too much for "
+            f"steps of {step:.1g}: let t begin near 0, or use float64.",
+            UserWarning,
+            stacklevel=user_frame(),
+        )
 
 
 def tell(cause: str, name: str, equation: Equation, on_failure: str, report: Report) -> None:

@@ -22,10 +22,10 @@ from torchdil.ode.backprop import unrolled_grid
 from torchdil.ode.equation import Equation, Grid, Options
 from torchdil.ode.field import holds
 from torchdil.ode.fixed import fixed_grid
-from torchdil.ode.flaws import flaw, tell, unsolved
+from torchdil.ode.flaws import flaw, tell, unsolved, warn_of_rounded_times
 from torchdil.ode.methods import Method, method_of
 from torchdil.ode.recompute import recomputed
-from torchdil.ode.walk import Tolerances
+from torchdil.ode.walk import AdaptiveStats, Tolerances
 from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, Y, check_policy, user_frame
 from torchdil.solve import uncompiled
 from torchdil.solvers.base import Solver
@@ -202,6 +202,8 @@ def _solve(
         if cause:
             states = unsolved(cause, states, on_failure, report)
     assert report.forward is not None
+    stats = report.forward.stats
+    warn_of_rounded_times(equation, int(stats.accepted.max()) if isinstance(stats, AdaptiveStats) else chosen.steps(equation.t))
     return Solution(equation.outputs(states), *report.forward, report)
 
 
