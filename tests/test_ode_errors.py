@@ -214,15 +214,21 @@ def test_nan_is_reported_for_its_sample(func, method):
     torch.testing.assert_close(solution.value[:, [0, 2]], good[:, [0, 2]], rtol=SOLVED, atol=SOLVED)
 
 
+LOST = r"failed for 1 of 3 samples(; worst: non_finite|: y or func is not finite by t = )"
+
+
 @each_function
 def test_nan_warns(func):
-    with pytest.warns(dil.ConvergenceWarning, match="^The forward solve .* failed for 1 of 3 samples; worst: non_finite"):
+    with pytest.warns(
+        dil.ConvergenceWarning,
+        match="^The forward solve .* " + LOST,
+    ):
         dil.odeint(func, Y, T, batch_dims=1)
 
 
 @each_function
 def test_nan_raises(func):
-    with pytest.raises(dil.ConvergenceError, match="failed for 1 of 3 samples; worst: non_finite") as caught:
+    with pytest.raises(dil.ConvergenceError, match=LOST) as caught:
         dil.odeint(func, Y, T, batch_dims=1, on_failure="raise")
     assert caught.value.report.forward.status.tolist() == [0, dil.Status.non_finite, 0]
 
@@ -278,3 +284,31 @@ def test_node_in_half_precision():
         # A module in one precision and a state in another.
         with pytest.raises((RuntimeError, TypeError), match=r"dtype|func must"):
             layer(Y, T)
+
+
+BLOW_UP = {
+    "kvaerno5": {"method": "kvaerno5"},
+    "radauIIA5": {"method": "radauIIA5", "rtol": 1e-5},
+    "rk4": {"method": "rk4", "options": {"substeps": 20}},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("settings", BLOW_UP.values(), ids=list(BLOW_UP))
+def test_a_state_that_runs_away_is_told_with_its_time(settings, dtype):
+    y0, t = torch.tensor([[0.1], [5.0], [0.2]], dtype=dtype), torch.linspace(0, 2, 5, dtype=dtype)
+    with pytest.warns(dil.ConvergenceWarning) as caught:
+        dil.ode.solve(lambda t, y: y**2, y0, t, batch_dims=1, **settings)  # infinite at t = 0.2
+    message = str(caught[0].message)
+    assert "y may be infinite there" in message and "(sample 1)" in message and "start closer" not in message
+    assert 0.19 < float(re.search(r"t = ([0-9.]*[0-9])", message)[1]) <= (0.5 if settings["method"] == "rk4" else 0.21)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_adaptive_steps_that_fail_are_not_advised_to_adapt(dtype):
+    y0, t = torch.ones(3, dtype=dtype), torch.tensor([0.0, 10.0], dtype=dtype)
+    with pytest.warns(dil.ConvergenceWarning) as caught:
+        dil.odeint(lambda t, y: torch.sin(50 * t) - y, y0, t, method="kvaerno5", rtol=1e-6, options={"max_steps": 5})
+    message = str(caught[0].message)
+    assert "adaptive method" not in message and "float64" in message and "loosen rtol" in message
+    assert "max_steps in options" in message

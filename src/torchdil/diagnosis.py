@@ -48,11 +48,9 @@ def _cause(problem: Problem, start: Tensor, result: Result, args: Any, solver: s
         return _not_finite(name, start, args)
     F = problem.evaluate(y)
     if not torch.equal(F.nan_to_num(), problem.evaluate(y).nan_to_num()):
-        return f"{name} gives another value each time it is called: switch dropout off with .eval(), or draw the noise outside"
+        return is_random(name)
     if _mixes(problem, y, F):
-        ways = {"argmin": "return one score of shape () for all", "plan": "treat each row of x and u alone"}
-        whole = ways.get(kind, "use batch_dims=0")
-        return f"{name} mixes samples, which are solved on their own: {whole}, or switch batch normalisation to .eval()"
+        return mixes_samples(name, kind)
     if kind == "argmin" and not is_slope(problem, y):
         return f"the derivative of {name} is not its slope: use no detach(), item() or numpy on the way from y to its value"
     if bool((result.status[failed] == Status.negative_curvature).any()):
@@ -68,6 +66,22 @@ def _cause(problem: Problem, start: Tensor, result: Result, args: Any, solver: s
     if kind == "root" and _is_stuck(problem, result.value, failed):
         return f"{name} cannot be made smaller near here, and it is not 0: there may be no root, or start elsewhere"
     return ""
+
+
+def is_random(name: str) -> str:
+    """What to say of such a function."""
+    return f"{name} gives another value each time it is called: switch dropout off with .eval(), or draw the noise outside"
+
+
+def mixes_samples(name: str, kind: str) -> str:
+    """What to say of such a function of a problem of this kind."""
+    ways = {
+        "argmin": "return one score of shape () for all",
+        "plan": "treat each row of x and u alone",
+        "ode": "use batch_dims=0, or index the last axis, y[..., 0]",
+    }
+    whole = ways.get(kind, "use batch_dims=0")
+    return f"{name} mixes samples, which are solved on their own: {whole}, or switch batch normalisation to .eval()"
 
 
 def _not_finite(name: str, start: Tensor, args: Any) -> str:

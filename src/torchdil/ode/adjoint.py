@@ -23,6 +23,7 @@ from torchdil.linear.base import LinearSolver
 from torchdil.modes import as_in_forward, default_device, full_precision, no_tangents, observed_by, plain_saving
 from torchdil.ode.bidiagonal import Bidiagonal
 from torchdil.ode.boundary import boundary, check_complete
+from torchdil.ode.called import called, changed
 from torchdil.ode.equation import Equation, Grid
 from torchdil.ode.field import Call, Field
 from torchdil.ode.fixed import fixed_grid, structured_solver
@@ -94,6 +95,18 @@ class Past:
         self.known, self.outputs = (
             torch.where(self.lost[:, None, None], states[:, :1], states) for states in (self.known, self.outputs)
         )
+        self.func = called(self.equation.func)
+        with torch.no_grad():
+            self.rates = self.slopes(self.equation.t.detach(), self.outputs)
+
+    def revive(self) -> None:
+        """Take f as it was in the forward pass, and raise if it gives other values now."""
+        self.equation = replace(self.equation, func=self.func())
+        with torch.no_grad():
+            off = (self.slopes(self.equation.t.detach(), self.outputs) - self.rates).flatten(1)
+        size = torch.finfo(off.dtype).eps ** 0.5 * batch.norm(self.rates.flatten(1))
+        if bool((batch.norm(off) > size).any()):
+            raise changed('gradient="adjoint"')
 
     def slopes(self, t: Tensor, y: Tensor) -> Tensor:
         """f at t (N,) and y (B, N, D)."""
@@ -153,6 +166,7 @@ class Backward:
     def __call__(self, v: Tensor, t: Tensor | None, tensors: list[Tensor]) -> tuple[Tensor | None, ...]:
         """∂L/∂start (B, D), ∂L/∂t and ∂L/∂θ for each θ in `tensors`, from v = ∂L/∂y(t_i), (B, T, D)."""
         past, policy = self.past, self.on_failure
+        past.revive()
         v = torch.where(past.lost[:, None, None], torch.nan, v)
         v = mask_failed(v.flatten(1), past.failed, policy).view_as(v)
         way = self.integrate(v)

@@ -47,6 +47,6 @@ def check_complete(slopes: Tensor, leaf: Tensor, tensors: list[Tensor], asked: s
     known = {id(t) for t in tensors}
     if any(id(t) not in known for t in dependence(slopes, leaf, Outside(0, []), tensors, None).tensors):
         raise RuntimeError(
-            f"func uses a parameter between the outputs that it does not use at them, whose gradient {asked} would lose: "
-            'use gradient="ift".'
+            f"func uses a parameter that it was not seen to use in the forward pass, whose gradient {asked} would lose: "
+            'use gradient="ift" without checkpoint.'
         )

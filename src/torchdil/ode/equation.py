@@ -71,6 +71,12 @@ class Options:
         """Whether a fixed grid is asked for."""
         return self.step_size is not None or self.substeps is not None
 
+    def steps(self, t: Tensor) -> int:
+        """How many steps a fixed grid has, about."""
+        if self.step_size is not None:
+            return math.ceil(float(t[-1] - t[0]) / self.step_size)
+        return (len(t) - 1) * (self.substeps or 1)
+
 
 @dataclass(frozen=True)
 class Equation:

@@ -10,13 +10,14 @@ at (B, N) points, N times for each sample, in one call where that is possible:
 - "still": likewise, but f does not look at t: `vmap` over N times; y keeps its shape.
 
 The first call finds out which, by a comparison with the plain function. In "rows" the time is one that cannot be looked at: a
-function that begins to use it later is found out (`TimeUsedError`); "still" does the same.
+function that begins to use it later is found out (`TimeUsedError`); "still" does the same. Now and then the comparison is made
+again, at states that were found (`holds`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,8 +31,8 @@ from torchdil.compiled import memory
 from torchdil.modes import no_tangents, plain_saving, saving_hooked, transforms_active
 
 Call = Callable[..., Any]
-# They would not tell that they use t.
-_SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
+# A verdict is looked at again at every so many uses.
+_EVERY = 10
 
 
 class TimeUsedError(RuntimeError):
@@ -39,18 +40,24 @@ class TimeUsedError(RuntimeError):
 
 
 class _Hidden(Tensor):
-    """A time that must not be looked at."""
+    """A time that must not be looked at: it has no number, and every operation on it is an error."""
+
+    @staticmethod
+    def __new__(cls, dtype: torch.dtype, device: torch.device) -> _Hidden:
+        return Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=device)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise TimeUsedError("func uses t.")
 
+    # TorchScript and torch.func do not call that; the dispatcher below them calls this.
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
+
 
 @functools.cache
 def _hidden(dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
-        # No number: where it is looked at unseen, by a scripted function for example, the result shows it.
-        return torch.full((), torch.nan, dtype=dtype, device=device).as_subclass(_Hidden)
+        return _Hidden(dtype, device)
 
 
 @dataclass(frozen=True)
@@ -111,17 +118,78 @@ class Field:
         return torch.vmap(one)(t.flatten(), y.flatten(0, 1)).unflatten(0, y.shape[:2])
 
 
+@dataclass
+class _Verdict:
+    """What is known of a function: its mode, whether torch.func can differentiate it, and how often that was relied on."""
+
+    mode: str
+    functional: bool
+    uses: int = 0
+
+
+def _key(layout: Layout, like: Tensor, func: Call, per_sample: bool) -> Hashable:
+    return ("field", per_sample, layout, like.dtype, like.device, getattr(func, "training", None), saving_hooked())
+
+
 def field_of(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool = False) -> Field:
     """The best field that agrees with the function itself at y0; `per_sample`: each sample will have times of its own."""
-    leaf = pytree.tree_leaves(y0)[0]
-    key = ("field", per_sample, layout, leaf.dtype, leaf.device, getattr(func, "training", None), saving_hooked())
+    key = _key(layout, pytree.tree_leaves(y0)[0], func, per_sample)
     known = memory(func)
     if key not in known and transforms_active():  # no values to compare
         return Field(layout, "samples" if per_sample and layout.batch_shape else "vmap")
     if key not in known:
-        known[key] = _checked(func, t, y0, layout, per_sample)
-    mode, functional = known[key]
-    return Field(layout, mode, functional=functional)
+        known[key] = _Verdict(*_checked(func, t, y0, layout, per_sample))
+    verdict: _Verdict = known[key]
+    return Field(layout, verdict.mode, functional=verdict.functional)
+
+
+def uses_time(func: Call, y0: Any) -> bool:
+    """Whether f looks at t, here at y0."""
+    like = pytree.tree_leaves(y0)[0]
+    try:
+        with torch.no_grad(), no_tangents():
+            func(_hidden(like.dtype, like.device), y0)
+    except Exception:  # a `TimeUsedError`, whatever has been made of it on its way
+        return True
+    return False
+
+
+def holds(func: Call, t: Tensor, states: Tensor, layout: Layout) -> bool:
+    """Whether the verdicts on a function still hold at the states that were found with them, (B, T, D), at the times t, (T,).
+
+    Asked after each solve, and looked into after the first and every tenth. Where one does not hold, the function is called
+    point by point from now on.
+    """
+    known = memory(func)
+    found = True
+    for per_sample in (False, True):
+        verdict: _Verdict | None = known.get(_key(layout, states, func, per_sample))
+        if verdict is None or verdict.mode == "loop" or transforms_active():
+            continue
+        verdict.uses += 1
+        if verdict.uses % _EVERY == 1 and not _agrees(Field(layout, verdict.mode), func, t, states, verdict.uses):
+            verdict.mode, verdict.functional, found = "loop", False, False
+    return found
+
+
+def _agrees(field: Field, func: Call, t: Tensor, states: Tensor, uses: int) -> bool:
+    """Whether the field gives what the function gives, at the last of the states and at one before, another each time."""
+    at = torch.tensor([uses % (len(t) - 1), len(t) - 1], device=t.device)
+    with torch.no_grad(), no_tangents():
+        y, times = states.detach()[:, at], t.detach()[at].to(states.dtype)
+        plain = Field(field.layout, "loop")
+        expected = plain(func, times, y)
+        try:
+            got = field(func, times, y)
+        except Exception:  # whatever the function does not like of it
+            return False
+        if same(got, expected):
+            return True
+        # What is left where large parts of f cancel is rounding, which is as large for y next to it; so is what noise does.
+        eps = torch.finfo(y.dtype).eps
+        rounding = (plain(func, times, y * (1 + 4 * eps)) - expected).flatten(1)
+        off, least, size = (batch.norm(a.flatten(1)) for a in (got - expected, rounding, expected))
+        return bool((~(off > 100 * least + eps**0.5 * size)).all())
 
 
 def _checked(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool) -> tuple[str, bool]:
@@ -140,12 +208,12 @@ def _checked(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool) -
                 got = Field(layout, mode)(func, times, points)
             except Exception:  # whatever the function does not like of it
                 return False
-            return got.shape == expected.shape and _same(got, expected)
+            return got.shape == expected.shape and same(got, expected)
 
         mode = "samples" if per_sample and layout.batch_shape else "vmap"
         # vmap refuses a branch on a value, which "rows" would take for all points at once.
         usable = agrees("vmap")
-        if usable and layout.batch_shape and not isinstance(func, _SCRIPTED) and agrees("rows"):
+        if usable and layout.batch_shape and agrees("rows"):
             mode = "rows"
         elif not (usable and agrees(mode)):
             mode = "still" if usable and per_sample and agrees("still") else "loop"
@@ -174,7 +242,8 @@ def _differentiated(f: Callable[[Tensor], Tensor], points: Tensor) -> None:
             torch.autograd.grad(found.sum(), leaf, allow_unused=True)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether a is b to rounding, sample by sample, (B, ...); where b is not finite, anything is."""
     eps = torch.finfo(a.dtype).eps
     size = batch.norm(b.flatten(1)).clamp_min(eps)
     close = batch.norm((a - b).flatten(1)) <= 1e3 * eps * size

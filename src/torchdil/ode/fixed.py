@@ -13,6 +13,7 @@ from torchdil.linear import GMRES, Auto, Dense
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import transforms_active
 from torchdil.ode.bidiagonal import Bidiagonal
+from torchdil.ode.called import called
 from torchdil.ode.equation import Equation, Grid
 from torchdil.ode.krylov import Block, at_hand
 from torchdil.ode.march import Marching
@@ -77,8 +78,10 @@ def structured_solver(
     if isinstance(asked, Dense) or (isinstance(asked, Auto) and small):
         return Bidiagonal(**settings, steps=steps, rows=rows, fast=fast)
 
+    then = called(func)
+
     def function(u: Tensor, begin: Tensor, h: Tensor) -> Tensor:
-        return statement.own(func, u.unflatten(1, (1, rows, -1)), begin, h).flatten(1)
+        return statement.own(then(), u.unflatten(1, (1, rows, -1)), begin, h).flatten(1)
 
     def place(y: Tensor, step: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         return statement.view(y)[:, step].flatten(1), sizes(args[1][..., step : step + 2].detach(), y)

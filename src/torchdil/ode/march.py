@@ -7,6 +7,7 @@ without, and from where shorter steps lead; a sample whose step fails for good s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,6 +91,7 @@ class Marching(Solver):
             residual=torch.where(failed, torch.inf, torch.stack(residuals).square().sum(dim=0).sqrt()),
             tolerance=tolerance,
             history=residuals,
+            causes=march.causes(),
         )
         return Result(torch.stack(rows, dim=1).flatten(1), march.status, stats)
 
@@ -124,6 +126,7 @@ class _March:
         self.share = _SHARE * marching.accuracy(dtype)
         self.floor = marching.atol
         first = statement.field(call, self.at[..., 0, :1], y.unsqueeze(1)).squeeze(1)
+        self.begun, self.n, self.until = batch.finite(first), 0, times[..., 0].expand(len(y))
         first = self.h[..., :1] * first if statement.steps else torch.zeros_like(y)
         # How large each component is, (B, D): what F has to be small against.
         self.weight = torch.maximum(y.abs(), first.abs()).nan_to_num(posinf=0.0).detach()
@@ -145,6 +148,7 @@ class _March:
         rows, residuals = [], []
         m = len(self.method.rows)
         for n in range(self.statement.steps):
+            self.n = n
             if n % _RESIZE == 0:
                 self.weight = torch.maximum(self.weight, self.y.detach().abs())
                 tolerance = (self.share * m**0.5 * batch.norm(self.weight)).clamp_min(self.floor)
@@ -167,6 +171,17 @@ class _March:
         self.status = torch.where(failed, status if isinstance(status, Tensor) else int(status), self.status)
         self.alive = self.alive & ~failed
         self.all_alive = bool(self.alive.all())
+        self.until = torch.where(failed, self.times[..., self.n + 1], self.until)
+
+    def causes(self) -> list[tuple[str, Tensor]]:
+        """Where samples ran away that had begun well."""
+        lost = self.begun & (self.status == Status.non_finite)
+        if not bool(lost.any()):
+            return []
+        t = float(torch.where(lost, (self.until - self.times[..., 0]).abs(), torch.inf).amin())
+        t = float(self.times[..., 0].reshape(-1)[0]) + math.copysign(t, float(self.h.reshape(-1)[0]))
+        why = 'y may be infinite there, or func not defined; take shorter steps, or a method that chooses them, "kvaerno5"'
+        return [(f"y or func is not finite by t = {t:.6g}: {why}", lost)]
 
     def _quick(self) -> Callable[[int, Tensor], tuple[Tensor, Tensor]]:
         """Steps by `StepSolver`."""

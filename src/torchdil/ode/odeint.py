@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from torchdil.batch import map_tensors
 from torchdil.compiled import memory
+from torchdil.diagnosis import is_random
 from torchdil.linear.base import LinearSolver
 from torchdil.live import showing
 from torchdil.modes import eager, full_precision
@@ -18,11 +20,13 @@ from torchdil.ode.adaptive_adjoint import adaptive_adjoint
 from torchdil.ode.adjoint import adjoint_grid
 from torchdil.ode.backprop import unrolled_grid
 from torchdil.ode.equation import Equation, Grid, Options
+from torchdil.ode.field import holds
 from torchdil.ode.fixed import fixed_grid
+from torchdil.ode.flaws import flaw, tell, unsolved, warn_of_rounded_times
 from torchdil.ode.methods import Method, method_of
 from torchdil.ode.recompute import recomputed
-from torchdil.ode.walk import Tolerances
-from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, Y, check_policy
+from torchdil.ode.walk import AdaptiveStats, Tolerances
+from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, Y, check_policy, user_frame
 from torchdil.solve import uncompiled
 from torchdil.solvers.base import Solver
 
@@ -68,7 +72,7 @@ def odeint(
         batch_dims: how many first axes of y number independent systems; 0: all of y is one system, right for any func.
         rtol: the relative error of a step that an adaptive method (TRBDF2, Kvaerno5, RadauIIA(5)) aims at. These are adaptive
             if rtol or atol is given and options has neither step_size nor substeps, `Kvaerno5` also without; other methods take
-            a fixed grid, and use neither.
+            a fixed grid, and use neither, which a warning says.
         atol: the absolute one.
         options: a dict of `step_size` or `substeps` (the grid between outputs; one step each by default), `max_steps` and
             `first_step` (adaptive), `checkpoint` (True: O(√T) memory), `adjoint` ("reverse" or "stored").
@@ -174,23 +178,55 @@ def _solve(
     tolerances = Tolerances.of(rtol, atol, equation.start.dtype)
     if chosen.checkpoint and gradient != "ift":
         raise ValueError(f'checkpoint is for gradient="ift", got gradient={gradient!r}.')
-    common = (solver, linear_solver, on_failure, report)
+    if not method.adaptive and not rtol is atol is None:
+        warnings.warn(
+            f"rtol and atol are not used: {method!r} takes the steps that it is given. Use one that chooses its steps by them, "
+            'method="kvaerno5", "radauIIA5" or "trbdf2", or leave them out and set substeps or step_size in options.',
+            UserWarning,
+            stacklevel=user_frame(),
+        )
+    adapts = method.adaptive and not chosen.fixed and (method.always_adaptive or not rtol is atol is None)
     with full_precision(equation.start):
-        if method.adaptive and not chosen.fixed and (method.always_adaptive or not rtol is atol is None):
-            if gradient == "backprop" or chosen.checkpoint:
-                what = "options checkpoint" if chosen.checkpoint else 'gradient="backprop"'
-                raise ValueError(f"{what} is for a fixed grid: give options step_size or substeps too.")
-            walk = adaptive if gradient == "ift" else adaptive_adjoint
-            states = walk(equation, method, chosen, tolerances, *common)
+        cause = flaw(equation, adapts)
+        if cause:
+            tell(cause, type(method).__name__, equation, on_failure, report)
+        if cause == is_random("func"):
+            states = equation.start.unsqueeze(1).expand(-1, len(t), -1)
         else:
-            grid = Grid.of(equation.t, chosen)
-            if gradient == "adjoint":
-                states = adjoint_grid(equation, method, grid, *common, chosen.adjoint == "stored")
-            elif gradient == "backprop":
-                states = unrolled_grid(equation, method, grid, solver, on_failure, report)
-            elif chosen.checkpoint:
-                states = recomputed(equation, method, grid, *common, chosen.checkpoint)
-            else:
-                states = fixed_grid(equation, method, grid, *common)
+            # What has been said once is not said again.
+            common = (solver, linear_solver, "ignore" if cause and on_failure == "warn" else on_failure, report)
+            states = (_adaptive if adapts else _fixed)(equation, method, gradient, chosen, tolerances, common)
+            holding = bool(cause) or holds(equation.func, equation.t, states, equation.layout)
+            if not holding:  # with f called point by point, which is right in any case
+                return _solve(func, y0, t, method, gradient, solver, linear_solver, batch_dims, rtol, atol, options, on_failure)
+        if cause:
+            states = unsolved(cause, states, on_failure, report)
     assert report.forward is not None
+    stats = report.forward.stats
+    warn_of_rounded_times(equation, int(stats.accepted.max()) if isinstance(stats, AdaptiveStats) else chosen.steps(equation.t))
     return Solution(equation.outputs(states), *report.forward, report)
+
+
+def _adaptive(
+    equation: Equation, method: Method, gradient: str, chosen: Options, tolerances: Tolerances, common: Any
+) -> Tensor:
+    """The states at the outputs, (B, T, D), by adaptive steps."""
+    if gradient == "backprop" or chosen.checkpoint:
+        what = "options checkpoint" if chosen.checkpoint else 'gradient="backprop"'
+        raise ValueError(f"{what} is for a fixed grid: give options step_size or substeps too.")
+    walk = adaptive if gradient == "ift" else adaptive_adjoint
+    return walk(equation, method, chosen, tolerances, *common)
+
+
+def _fixed(equation: Equation, method: Method, gradient: str, chosen: Options, _: Tolerances, common: Any) -> Tensor:
+    """The same on a fixed grid."""
+    grid = Grid.of(equation.t, chosen)
+    solver, linear_solver, on_failure, report = common
+    if gradient == "adjoint":
+        stored = chosen.adjoint == "stored"
+        return adjoint_grid(equation, method, grid, solver, linear_solver, on_failure, report, stored)
+    if gradient == "backprop":
+        return unrolled_grid(equation, method, grid, solver, on_failure, report)
+    if chosen.checkpoint:
+        return recomputed(equation, method, grid, solver, linear_solver, on_failure, report, chosen.checkpoint)
+    return fixed_grid(equation, method, grid, *common)

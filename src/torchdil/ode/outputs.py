@@ -108,6 +108,7 @@ def accepted(tolerances: Tolerances, dtype: torch.dtype) -> float:
 class Estimated(Trajectory):
     """Steps that are solved as well as their errors are worth, each of which was accepted by a test of its own."""
 
+    advice = "use float64 if y is float32, loosen rtol and atol, or allow more steps (max_steps in options)"
     counted = Statement.counted
 
     def size(self, operator: Operator, y: Tensor, start: Tensor | None) -> Tensor:

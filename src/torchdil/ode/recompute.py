@@ -2,7 +2,7 @@
 
 The trajectory is cut into pieces. The forward pass solves one after the other without a graph and keeps the states between
 them. The backward pass solves each piece again from the state it began with, this time with its graph, pulls the cotangent
-through it and drops it: one more forward solve for O(√T) memory.
+through it and drops it: one more forward solve for O(√T) memory. Its states are compared with those of the forward pass.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from torchdil import batch
 from torchdil.graph import partial_derivatives
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import as_in_forward, default_device, observed_by, plain_saving
-from torchdil.ode.boundary import boundary
+from torchdil.ode.boundary import boundary, check_complete
+from torchdil.ode.called import called, changed
 from torchdil.ode.equation import Equation, Grid
 from torchdil.ode.fixed import fixed_grid
 from torchdil.ode.methods import Method
+from torchdil.ode.newton import SimplifiedNewton
 from torchdil.ode.outcomes import together
 from torchdil.solution import ConvergenceWarning, Outcome, Report, handle_failure, mask_failed
+from torchdil.solvers.base import Solver
+
+_ASKED = 'options["checkpoint"]'
 
 
 def recomputed(
@@ -57,7 +62,7 @@ def recomputed(
         # A lost sample stays at its last good state: the pieces to come need numbers to work with.
         states = torch.where(lost[:, None, None], y.unsqueeze(1), states)
         points = torch.cat((y.unsqueeze(1), states), dim=1)
-        tensors |= {id(a): a for a in boundary(equation, evaluate, method, times, points, 'options["checkpoint"]')}
+        tensors |= {id(a): a for a in boundary(equation, evaluate, method, times, points, _ASKED)}
         solved.append(states[:, piece.ends])
         y = states[:, -1]
     assert outcome is not None
@@ -123,11 +128,25 @@ class _Trajectory:
     lost: Tensor = field(default_factory=lambda: torch.tensor(False, device="cpu"))
     backward: tuple[_Piece, Outcome] | None = None
 
+    def __post_init__(self) -> None:
+        self.func = called(self.equation.func)
+
     def solve(self, piece: _Piece, y: Tensor, times: Tensor, on_failure: str, report: Report) -> Tensor:
         """The states of a piece that are wanted, (B, E, D), from the state y that it begins with."""
-        equation = replace(self.equation, y0=self.equation.layout.unravel(y))
+        equation = replace(self.equation, func=self.func(), y0=self.equation.layout.unravel(y))
         grid = Grid(times, piece.ends)
         return fixed_grid(equation, self.method, grid, self.solver, self.linear_solver, on_failure, report)[:, 1:]
+
+    def check(self, piece: _Piece, states: Tensor, known: Tensor, times: Tensor, tensors: list[Tensor]) -> None:
+        """Raise if f is not what it was: the states are others, beyond the tolerance of their steps, or f depends on others."""
+        accuracy = self.solver.accuracy(known.dtype) if isinstance(self.solver, (Solver, SimplifiedNewton)) else 0.0
+        rtol = max(accuracy, batch.default_rtol(known.dtype)) ** 0.5
+        off = batch.norm((states - known).flatten(1)) > rtol * batch.norm(known.flatten(1))
+        if bool((off & ~self.failed & ~self.lost).any()):
+            raise changed(_ASKED)
+        equation, leaf = replace(self.equation, func=self.func()), known.detach().requires_grad_()
+        at = times.detach()[1:][piece.ends].to(leaf.dtype)
+        check_complete(equation.field()(equation.func, at, leaf), leaf, tensors, _ASKED)
 
     def note(self, piece: _Piece, outcome: Outcome) -> None:
         """Add a piece to the report of the backward pass."""
@@ -147,14 +166,14 @@ class _Recomputed(torch.autograd.Function):
     ) -> Tensor:
         ctx.trajectory, ctx.piece = trajectory, piece
         ctx.default_device = default_device()
-        ctx.save_for_backward(y, times, *tensors)
+        ctx.save_for_backward(states, y, times, *tensors)
         return states
 
     @staticmethod
     @as_in_forward
     def backward(ctx: Any, v: Tensor) -> tuple[Any, ...]:
         trajectory, piece, create_graph = ctx.trajectory, ctx.piece, torch.is_grad_enabled()
-        y, times, *tensors = ctx.saved_tensors  # also raises if one was changed in place
+        known, y, times, *tensors = ctx.saved_tensors  # also raises if one was changed in place
         if not create_graph:
             y, times = y.detach().requires_grad_(), times.detach().requires_grad_(ctx.needs_input_grad[4])
         v = torch.where(trajectory.lost[:, None, None], torch.nan, v)
@@ -164,6 +183,7 @@ class _Recomputed(torch.autograd.Function):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ConvergenceWarning)  # the forward pass has said it
                 states = trajectory.solve(piece, y, times, trajectory.on_failure, inner)
+            trajectory.check(piece, states.detach(), known, times, tensors)
             sources = [y, times, *tensors]
             asked = [t for t in sources if t.requires_grad]
             found = iter(partial_derivatives(states, v, asked, y, create_graph=create_graph))

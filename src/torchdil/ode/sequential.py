@@ -47,37 +47,36 @@ class Sequential(LinearSolver):
         assert self.inner is not None
         if self.local is None:
             return self.inner.solve(operator, rhs, start, transpose=transpose)
-        if self.block is not None and (result := self._quickly(self.block, operator, rhs, transpose)) is not None:
-            return result
         inner, local = self.inner, self.local
 
-        def solve(n: int, right: Tensor, guess: Tensor | None) -> Result:
+        def step(n: int, right: Tensor, guess: Tensor | None) -> Result:
             return inner.solve(local(operator.y, n), right, guess, transpose=transpose)
 
-        result = self._walk(rhs, transpose, solve)
-        operator.products += result.stats.products
-        return result
+        for block in (self.block, None) if self.block is not None else (None,):
+            solve = step if block is None else self._quickly(block, operator, transpose)
+            value, status, stats = self._walk(rhs, transpose, solve)
+            operator.products += stats.products
+            remainder = rhs - operator.product(transpose)(value) - self.damping * value
+            solved = (status == Status.converged).unsqueeze(1)
+            if not stats.exact or confirmed(torch.where(solved, remainder, 0.0), stats.tolerance, rhs):
+                stats.residual, stats.verified = batch.norm(remainder), True
+                return Result(value, status, stats)
+            if block is not None:  # what was compiled is out of date
+                block.forget()
+        # D_n is made by another call of f, which may have changed since the graph of J was made: then J as a whole.
+        return inner.solve(operator, rhs, transpose=transpose)
 
-    def _quickly(self, block: Block, operator: Operator, rhs: Tensor, transpose: bool) -> Result | None:
-        """By what was compiled; None where that is out of date."""
+    def _quickly(self, block: Block, operator: Operator, transpose: bool) -> Callable[[int, Tensor, Tensor | None], Result]:
+        """A step by what was compiled."""
         taken, place = operator.memo.setdefault(("taken", transpose), {}), self.place
         assert place is not None
 
-        def solve(n: int, right: Tensor, guess: Tensor | None) -> Result:
+        def step(n: int, right: Tensor, guess: Tensor | None) -> Result:
             # Fixed for this point: two backward passes through it must not differ in a bit.
             steps = taken.setdefault(n, block.expected(transpose))
             return block.solve(*place(operator.y, n), right, steps, transpose, guess)
 
-        value, status, stats = self._walk(rhs, transpose, solve)
-        operator.products += stats.products
-        if any(taken.values()):
-            remainder = rhs - operator.product(transpose)(value) - self.damping * value
-            solved = (status == Status.converged).unsqueeze(1)
-            if not confirmed(torch.where(solved, remainder, 0.0), stats.tolerance, rhs):
-                block.forget()
-                return None
-            stats.residual, stats.verified = batch.norm(remainder), True
-        return Result(value, status, stats)
+        return step
 
     def _walk(self, rhs: Tensor, transpose: bool, solve: Callable[[int, Tensor, Tensor | None], Result]) -> Result:
         """All steps, each by `solve(step, rhs, guess)`."""

@@ -44,7 +44,7 @@ class Trajectory(Statement):
     """
 
     name, argument, symmetric = "ode", "func", False
-    advice = "take shorter steps (substeps or step_size in options), an adaptive method (with rtol), or float64"
+    advice = 'take shorter steps (substeps or step_size in options), or a method that chooses them, "kvaerno5", or float64'
 
     def __init__(self, method: Method, state: Layout, field: Field, steps: int):
         self.method, self.state, self.field, self.steps = method, state, field, steps

@@ -33,6 +33,8 @@ _GROW, _SHRINK, _KEEP = 10.0, 0.2, 1.2
 _RETREAT = 0.25
 # The most iterations, and the contraction that is too good to take J anew; it is where the step has grown by this much since.
 _ITERATIONS, _FAST, _OLD = 8, 1e-3, 4.0
+# A state that has grown by this much where its steps end is said to run away.
+_FAR = 1e3
 # Smaller errors are taken for this.
 _TINY = 1e-10
 
@@ -131,6 +133,7 @@ class Walk:
         self.status = torch.zeros(len(y), dtype=torch.long, device=y.device)
         self.accepted, self.rejected = torch.zeros_like(self.status), torch.zeros_like(self.status)
         self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._largest = y.abs().amax(dim=1)
 
         self._t = times[0].expand(len(y))
         self._running = torch.ones_like(self.status, dtype=torch.bool)
@@ -330,8 +333,25 @@ class Walk:
             rejected=self.rejected,
             jacobians=self._solver.jacobians,
             factorisations=self._solver.factorisations,
+            causes=self._causes(),
         )
         return Result(rows.flatten(1), self.status, stats)
+
+    def _causes(self) -> list[tuple[str, Tensor]]:
+        """Where the samples ended that cannot be integrated further, and what that may be."""
+        stopped = (self.status == Status.stagnated) | (self.status == Status.non_finite)
+        stopped = stopped & (self._t != self._begin)  # at y0 something else is wrong
+        far = stopped & (self._y.abs().amax(dim=1) > _FAR * self._largest)
+        beyond = "func may jump there, or not be defined beyond"
+        if self._y.dtype == torch.float32:
+            beyond += ", or float32 has too few digits: use float64, or loosen rtol and atol"
+        causes = []
+        for samples, why in ((far, "y may be infinite there"), (stopped & ~far, beyond)):
+            if bool(samples.any()):
+                first = int(torch.where(samples, self._sign * self._t, torch.inf).argmin())
+                where, size = float(self._t[first]), float(self._y[first].abs().amax())
+                causes.append((f"the steps ended at t = {where:.6g}, where |y| is {size:.1e}: {why}", samples))
+        return causes
 
 
 def _rms(a: Tensor, scale: Tensor) -> Tensor:

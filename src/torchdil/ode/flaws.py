@@ -1,0 +1,104 @@
+"""What of f no solve can work with: it is random, or mixes samples that are said to be independent.
+
+The residual at the answer does not always show it: with adaptive steps as much error is allowed as a weak coupling makes.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from torchdil.compiled import memory
+from torchdil.diagnosis import is_random, mixes_samples
+from torchdil.modes import no_tangents, observed_by, plain_saving, transforms_active
+from torchdil.ode.equation import Equation
+from torchdil.ode.field import same, uses_time
+from torchdil.ode.walk import AdaptiveStats
+from torchdil.solution import Report, Status, handle_failure, mask_failed, user_frame
+
+# On a fixed grid, whose residual is small in any case, a function is looked at again at every so many calls.
+_EVERY = 10
+# A step should be so many roundings of t at least.
+_DIGITS = 4
+
+
+def flaw(equation: Equation, adaptive: bool) -> str:
+    """What is wrong with f, as a part of a sentence; empty where nothing is seen."""
+    if transforms_active():  # no values to compare
+        return ""
+    func, layout, start = equation.func, equation.layout, equation.start
+    training = tuple(part.training for part in func.modules()) if isinstance(func, nn.Module) else ()
+    key, known = ("flaw", layout, start.dtype, start.device, training), memory(func)
+    seen, calls = known.get(key, ("", 0))
+    if adaptive or calls % _EVERY == 0:
+        seen = _seen(equation, adaptive)
+    known[key] = seen, calls + 1
+    return str(seen)
+
+
+def _seen(equation: Equation, adaptive: bool) -> str:
+    layout, y = equation.layout, equation.start.detach()
+    t = equation.t.detach()[0].to(y.dtype)
+
+    def f(y: Tensor) -> Tensor:
+        return layout.ravel(equation.func(t, layout.unravel(y)))
+
+    if not adaptive and len(y) < 2:
+        return ""
+    with torch.no_grad(), no_tangents(), plain_saving(), observed_by(None):
+        value = f(y)
+        # An integration with steps that no error can be made small for takes all steps that it may.
+        if adaptive and not same(f(y), value):
+            return is_random("func")
+        size = y.abs().nan_to_num(0.0, 0.0, 0.0).amax() if len(y) else 0.0
+        away = (size + (size == 0)) * torch.linspace(0.5, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
+        even = torch.arange(len(y), device=y.device) % 2 == 0
+        for moved in (even, ~even) if len(y) > 1 else ():
+            try:
+                others = f(torch.where(moved[:, None], y + away, y))[~moved]
+            except Exception:  # a function may refuse the points that are tried here
+                continue
+            if not same(others, value[~moved]) and same(f(y), value):
+                return mixes_samples("func", "ode")
+    return ""
+
+
+def warn_of_rounded_times(equation: Equation, steps: int) -> None:
+    """Warn if f is given times that differ by less than the digits of y can tell, on a way of so many steps."""
+    if transforms_active():
+        return
+    first, last, dtype = float(equation.t[0]), float(equation.t[-1]), equation.start.dtype
+    digits, step = torch.finfo(dtype).eps * max(abs(first), abs(last)), abs(last - first) / max(steps, len(equation.t) - 1)
+    if step < _DIGITS * digits and uses_time(equation.func, equation.y0):
+        warnings.warn(
+            f"func is given t in the dtype of y, {dtype}, whose numbers near {last:.6g} are {digits:.1g} apart, too much for "
+            f"steps of {step:.1g}: let t begin near 0, or use float64.",
+            UserWarning,
+            stacklevel=user_frame(),
+        )
+
+
+def tell(cause: str, name: str, equation: Equation, on_failure: str, report: Report) -> None:
+    """Report all samples as failed for this cause and apply the policy; `name`: of the method."""
+    start = equation.start.detach()
+    status = torch.full((len(start),), int(Status.not_stationary), device=start.device)
+    zeros, everyone = torch.zeros_like(start[:, 0]), torch.ones_like(status, dtype=torch.bool)
+    none = torch.zeros_like(status)
+    stats = AdaptiveStats(name, none, zeros, zeros, causes=[(cause, everyone)], accepted=none, rejected=none)
+    report.forward = report.outcome(status, stats)
+    handle_failure("forward", report.forward, on_failure, report)
+
+
+def unsolved(cause: str, states: Tensor, on_failure: str, report: Report) -> Tensor:
+    """The states that were found all the same, (B, T, D), with the gradient that the policy has for failed samples."""
+    assert report.forward is not None
+    status, stats = report.forward
+    failed = torch.ones_like(status, dtype=torch.bool).reshape(-1)
+    stats.causes = [(cause, failed)]
+    report.forward = report.forward._replace(status=torch.full_like(status, int(Status.not_stationary)))
+    if states.requires_grad and on_failure in ("zero", "nan"):
+        states = states.clone()
+        states.register_hook(lambda v: mask_failed(v.flatten(1), failed, on_failure).view_as(v))
+    return states
