@@ -16,6 +16,8 @@ from torchdil.modes import no_tangents, observed_by, plain_saving, transforms_ac
 from torchdil.ode.equation import Equation
 from torchdil.ode.field import same, uses_time
 from torchdil.ode.walk import AdaptiveStats
+from torchdil.problem import Problem
+from torchdil.slope import look_once
 from torchdil.solution import Report, Status, handle_failure, mask_failed, user_frame
 
 # On a fixed grid, whose residual is small in any case, a function is looked at again at every so many calls.
@@ -65,11 +67,24 @@ def _seen(equation: Equation, adaptive: bool) -> str:
     return ""
 
 
-def warn_of_rounded_times(equation: Equation, steps: int) -> None:
-    """Warn if f is given times that differ by less than the digits of y can tell, on a way of so many steps."""
+def look_at_slope(equation: Equation, on_failure: str) -> None:
+    """Tell, at the first call with f, if its derivative is not its slope: a step of an implicit method hides much of that."""
     if transforms_active():
         return
-    first, last, dtype = float(equation.t[0]), float(equation.t[-1]), equation.start.dtype
+    t, layout = equation.t.detach()[0].to(equation.start.dtype), equation.layout
+
+    def f(y: Tensor) -> Tensor:
+        return layout.ravel(equation.func(t, layout.unravel(y)))
+
+    look_once(Problem("ode", False, f), equation.start.detach(), equation.func, "func", on_failure)
+
+
+def warn_of_rounded_times(equation: Equation, steps: int) -> None:
+    """Warn if f is given times that differ by less than the digits of y can tell, on a way of so many steps."""
+    dtype = equation.start.dtype
+    if equation.t.dtype == dtype or transforms_active():
+        return
+    first, last = float(equation.t[0]), float(equation.t[-1])
     digits, step = torch.finfo(dtype).eps * max(abs(first), abs(last)), abs(last - first) / max(steps, len(equation.t) - 1)
     if step < _DIGITS * digits and uses_time(equation.func, equation.y0):
         warnings.warn(

@@ -22,7 +22,7 @@ from torchdil.ode.backprop import unrolled_grid
 from torchdil.ode.equation import Equation, Grid, Options
 from torchdil.ode.field import holds
 from torchdil.ode.fixed import fixed_grid
-from torchdil.ode.flaws import flaw, tell, unsolved, warn_of_rounded_times
+from torchdil.ode.flaws import flaw, look_at_slope, tell, unsolved, warn_of_rounded_times
 from torchdil.ode.methods import Method, method_of
 from torchdil.ode.recompute import recomputed
 from torchdil.ode.walk import AdaptiveStats, Tolerances
@@ -190,6 +190,8 @@ def _solve(
         cause = flaw(equation, adapts)
         if cause:
             tell(cause, type(method).__name__, equation, on_failure, report)
+        else:
+            look_at_slope(equation, on_failure)
         if cause == is_random("func"):
             states = equation.start.unsqueeze(1).expand(-1, len(t), -1)
         else:
