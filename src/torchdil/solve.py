@@ -316,7 +316,7 @@ class Setting:
             status, size = result.status, self.statement.quick_size(y, start)
             residual = batch.norm(F)
             stats = replace(result.stats, residual=residual, norm=batch.norm(y))
-            stats.advice = self.statement.advice
+            stats.products, stats.advice = self.calls + result.stats.products, self.statement.advice
             if size is not None:
                 stats.tolerance = (rtol * size).clamp_min(atol)
                 # A difference, for infinite is not small: numbers near the end of the dtype have no norm.
@@ -352,7 +352,6 @@ class Setting:
 
     def conclude(self, result: Result) -> Tensor:
         """Write the forward half of the report, apply the policy; the samples that failed, (B,)."""
-        result.stats.products += self.calls
         self.report.forward = self.report.outcome(result.status, result.stats)
         return handle_failure("forward", self.report.forward, self.on_failure, self.report).reshape(-1)
 
