@@ -157,9 +157,9 @@ def exact_gain(A, B, Q, R, digits=80):
 
 
 @pytest.mark.parametrize("r", [1e-14, 1e-8, 1.0, 1e4])
-@pytest.mark.parametrize("n, m", [(1, 2), (2, 5), (3, 3), (4, 1)])
+@pytest.mark.parametrize("n, m", [(1, 2), (2, 5), (3, 3)])
 def test_the_gain_keeps_its_digits_where_controls_cost_little(n, m, r):
-    """With more controls than states it is R that decides, however small it is."""
+    """With more controls than states it is R that decides, however small it is. (With fewer, S itself has fewer digits.)"""
     mp = pytest.importorskip("mpmath")
     A, B, Q, R = system(n, m)
     units = torch.logspace(-2, 2, m, dtype=torch.float64)

@@ -827,7 +827,8 @@ def test_batched_cotangents_get_their_sentence():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"gradient": "adjoint"}, {"options": {"checkpoint": 4}}, {"gradient": "adjoint", "rtol": 1e-6}]
+    "settings",
+    [{"gradient": "adjoint"}, {"options": {"checkpoint": 4}}, {"gradient": "adjoint", "method": "kvaerno5", "rtol": 1e-6}],
 )
 def test_the_default_device_of_the_forward_pass_is_that_of_an_odeint_backwards(settings):
     """Torch calls backward passes without one, and a function may make tensors."""
