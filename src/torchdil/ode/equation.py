@@ -74,7 +74,7 @@ class Options:
     def steps(self, t: Tensor) -> int:
         """How many steps a fixed grid has, about."""
         if self.step_size is not None:
-            return math.ceil(float(t[-1] - t[0]) / self.step_size)
+            return math.ceil(float((t[-1] - t[0]).detach()) / self.step_size)
         return (len(t) - 1) * (self.substeps or 1)
 
 

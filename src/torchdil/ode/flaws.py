@@ -69,7 +69,7 @@ def warn_of_rounded_times(equation: Equation, steps: int) -> None:
     """Warn if f is given times that differ by less than the digits of y can tell, on a way of so many steps."""
     if transforms_active():
         return
-    first, last, dtype = float(equation.t[0]), float(equation.t[-1]), equation.start.dtype
+    (first, last), dtype = equation.t.detach()[[0, -1]].tolist(), equation.start.dtype
     digits, step = torch.finfo(dtype).eps * max(abs(first), abs(last)), abs(last - first) / max(steps, len(equation.t) - 1)
     if step < _DIGITS * digits and uses_time(equation.func, equation.y0):
         warnings.warn(
