@@ -84,7 +84,7 @@ def test_a_function_that_comes_to_need_single_calls_is_found_out(method):
     for _ in range(3):
         odeint(f, Y0, t, batch_dims=1, method=method)
     scale[0] = 0.1
-    for _ in range(10):
+    for _ in range(60):
         found = odeint(f, Y0, t, batch_dims=1, method=method)
     assert torch.allclose(found, odeint(lambda t, y: -y + 0.2, Y0, t, batch_dims=1, method=method), rtol=1e-8)
 

@@ -9,6 +9,7 @@ import warnings
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torchdil.compiled import memory
 from torchdil.diagnosis import is_random, mixes_samples
@@ -19,7 +20,7 @@ from torchdil.ode.walk import AdaptiveStats
 from torchdil.solution import Report, Status, handle_failure, mask_failed, user_frame
 
 # On a fixed grid, whose residual is small in any case, a function is looked at again at every so many calls.
-_EVERY = 10
+_EVERY = 50
 # A step should be so many roundings of t at least.
 _DIGITS = 4
 
@@ -28,9 +29,9 @@ def flaw(equation: Equation, adaptive: bool) -> str:
     """What is wrong with f, as a part of a sentence; empty where nothing is seen."""
     if transforms_active():  # no values to compare
         return ""
-    func, layout, start = equation.func, equation.layout, equation.start
-    training = tuple(part.training for part in func.modules()) if isinstance(func, nn.Module) else ()
-    key, known = ("flaw", layout, start.dtype, start.device, training), memory(func)
+    func = equation.func
+    training = tuple([part.training for part in func.modules()]) if isinstance(func, nn.Module) else ()
+    key, known = ("flaw", equation.layout.batch_shape, equation.layout.shapes, training), memory(func)
     seen, calls = known.get(key, ("", 0))
     if adaptive or calls % _EVERY == 0:
         seen = _seen(equation, adaptive)
@@ -69,7 +70,10 @@ def warn_of_rounded_times(equation: Equation, steps: int) -> None:
     """Warn if f is given times that differ by less than the digits of y can tell, on a way of so many steps."""
     if transforms_active():
         return
-    (first, last), dtype = equation.t.detach()[[0, -1]].tolist(), equation.start.dtype
+    first, last = equation.ends
+    if max(abs(first), abs(last)) <= 2 * abs(last - first):  # it would take millions of steps
+        return
+    dtype = pytree.tree_leaves(equation.y0)[0].dtype
     digits, step = torch.finfo(dtype).eps * max(abs(first), abs(last)), abs(last - first) / max(steps, len(equation.t) - 1)
     if step < _DIGITS * digits and uses_time(equation.func, equation.y0):
         warnings.warn(
