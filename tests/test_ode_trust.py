@@ -302,3 +302,15 @@ def test_times_that_nobody_looks_at_or_that_are_told_apart_are_no_matter(method)
     odeint(forced, torch.zeros(1), 100 + line(0, 10, 401), method=method)
     odeint(lambda t, y: 1 - y, torch.zeros(1), 1.7e9 + line(0, 10, 401), method=method)
     odeint(forced, torch.zeros(1, dtype=torch.float64), 1.7e9 + line(0, 10, 401), method=method)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e-17), (torch.float32, 1e-25), (torch.float64, 1e-200)])
+@pytest.mark.parametrize("method", ["kvaerno5", "radauIIA5", "trbdf2"])
+def test_adaptive_steps_know_no_units(method, dtype, size):
+    weights, t = torch.tensor([1.0, 5.0], dtype=dtype), torch.linspace(0, 1, 6, dtype=dtype)
+
+    def relative(size):
+        y0 = torch.tensor([1.0, 2.0], dtype=dtype) * size
+        return odeint(lambda t, y: -y - (y / size) * y * weights, y0, t, method=method, rtol=1e-4, atol=0) / size
+
+    assert torch.allclose(relative(size), relative(1.0), rtol=1e-3)
