@@ -314,3 +314,11 @@ def test_adaptive_steps_know_no_units(method, dtype, size):
         return odeint(lambda t, y: -y - (y / size) * y * weights, y0, t, method=method, rtol=1e-4, atol=0) / size
 
     assert torch.allclose(relative(size), relative(1.0), rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["backward_euler", "kvaerno5"])
+def test_a_function_that_mixes_samples_is_told_of_at_each_call(method):
+    f, y0 = mixing("mean", 0.1), torch.randn(4, 2, dtype=torch.float64)
+    for _ in range(3):
+        with pytest.raises(dil.ConvergenceError, match="func mixes samples"):
+            odeint(f, y0, line(0, 1, 6), batch_dims=1, method=method, on_failure="raise")

@@ -19,7 +19,7 @@ from torchdil.ode.field import same, uses_time
 from torchdil.ode.walk import AdaptiveStats
 from torchdil.solution import Report, Status, handle_failure, mask_failed, user_frame
 
-# On a fixed grid, whose residual is small in any case, a function is looked at again at every so many calls.
+# Whether a function mixes samples is looked at again at every so many calls, and where a part of it begins or ends training.
 _EVERY = 50
 # A step should be so many roundings of t at least.
 _DIGITS = 4
@@ -32,31 +32,37 @@ def flaw(equation: Equation, adaptive: bool) -> str:
     func = equation.func
     training = tuple([part.training for part in func.modules()]) if isinstance(func, nn.Module) else ()
     key, known = ("flaw", equation.layout.batch_shape, equation.layout.shapes, training), memory(func)
-    seen, calls = known.get(key, ("", 0))
-    if adaptive or calls % _EVERY == 0:
-        seen = _seen(equation, adaptive)
-    known[key] = seen, calls + 1
-    return str(seen)
+    mixing, calls = known.get(key, ("", 0))
+    thorough = calls % _EVERY == 0
+    seen = _seen(equation, adaptive, thorough) if adaptive or thorough else ""
+    random = seen == is_random("func")
+    if thorough and not random:
+        mixing = seen
+    known[key] = mixing, calls + (not random)
+    return seen or str(mixing)
 
 
-def _seen(equation: Equation, adaptive: bool) -> str:
+def _seen(equation: Equation, adaptive: bool, thorough: bool) -> str:
     layout, y = equation.layout, equation.start.detach()
     t = equation.t.detach()[0].to(y.dtype)
 
     def f(y: Tensor) -> Tensor:
         return layout.ravel(equation.func(t, layout.unravel(y)))
 
-    if not adaptive and len(y) < 2:
+    thorough = thorough and len(y) > 1
+    if not (adaptive or thorough):
         return ""
     with torch.no_grad(), no_tangents(), plain_saving(), observed_by(None):
         value = f(y)
         # An integration with steps that no error can be made small for takes all steps that it may.
         if adaptive and not same(f(y), value):
             return is_random("func")
-        size = y.abs().nan_to_num(0.0, 0.0, 0.0).amax() if len(y) else 0.0
+        if not thorough:
+            return ""
+        size = y.abs().nan_to_num(0.0, 0.0, 0.0).amax()
         away = (size + (size == 0)) * torch.linspace(0.5, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
         even = torch.arange(len(y), device=y.device) % 2 == 0
-        for moved in (even, ~even) if len(y) > 1 else ():
+        for moved in (even, ~even):
             try:
                 others = f(torch.where(moved[:, None], y + away, y))[~moved]
             except Exception:  # a function may refuse the points that are tried here
