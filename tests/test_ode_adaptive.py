@@ -353,7 +353,8 @@ def test_the_choice_between_a_grid_and_adaptive_steps():
     assert "adaptive TRBDF2" in method_of(method="trbdf2", rtol=1e-4)
     assert "adaptive" not in method_of(method="trbdf2")
     assert "adaptive" not in method_of(method="kvaerno5", rtol=1e-4, options={"substeps": 2})
-    assert "adaptive" not in method_of(method="backward_euler", rtol=1e-4)
+    with pytest.warns(UserWarning, match="rtol and atol are not used"):
+        assert "adaptive" not in method_of(method="backward_euler", rtol=1e-4)
 
 
 @pytest.mark.parametrize(

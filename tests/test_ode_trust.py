@@ -84,7 +84,7 @@ def test_a_function_that_comes_to_need_single_calls_is_found_out(method):
     for _ in range(3):
         odeint(f, Y0, t, batch_dims=1, method=method)
     scale[0] = 0.1
-    for _ in range(10):
+    for _ in range(60):
         found = odeint(f, Y0, t, batch_dims=1, method=method)
     assert torch.allclose(found, odeint(lambda t, y: -y + 0.2, Y0, t, batch_dims=1, method=method), rtol=1e-8)
 
@@ -302,3 +302,23 @@ def test_times_that_nobody_looks_at_or_that_are_told_apart_are_no_matter(method)
     odeint(forced, torch.zeros(1), 100 + line(0, 10, 401), method=method)
     odeint(lambda t, y: 1 - y, torch.zeros(1), 1.7e9 + line(0, 10, 401), method=method)
     odeint(forced, torch.zeros(1, dtype=torch.float64), 1.7e9 + line(0, 10, 401), method=method)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e-17), (torch.float32, 1e-25), (torch.float64, 1e-200)])
+@pytest.mark.parametrize("method", ["kvaerno5", "radauIIA5", "trbdf2"])
+def test_adaptive_steps_know_no_units(method, dtype, size):
+    weights, t = torch.tensor([1.0, 5.0], dtype=dtype), torch.linspace(0, 1, 6, dtype=dtype)
+
+    def relative(size):
+        y0 = torch.tensor([1.0, 2.0], dtype=dtype) * size
+        return odeint(lambda t, y: -y - (y / size) * y * weights, y0, t, method=method, rtol=1e-4, atol=0) / size
+
+    assert torch.allclose(relative(size), relative(1.0), rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["backward_euler", "kvaerno5"])
+def test_a_function_that_mixes_samples_is_told_of_at_each_call(method):
+    f, y0 = mixing("mean", 0.1), torch.randn(4, 2, dtype=torch.float64)
+    for _ in range(3):
+        with pytest.raises(dil.ConvergenceError, match="func mixes samples"):
+            odeint(f, y0, line(0, 1, 6), batch_dims=1, method=method, on_failure="raise")

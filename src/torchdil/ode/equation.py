@@ -71,11 +71,9 @@ class Options:
         """Whether a fixed grid is asked for."""
         return self.step_size is not None or self.substeps is not None
 
-    def steps(self, t: Tensor) -> int:
-        """How many steps a fixed grid has, about."""
-        if self.step_size is not None:
-            return math.ceil(float(t[-1] - t[0]) / self.step_size)
-        return (len(t) - 1) * (self.substeps or 1)
+    def steps(self, outputs: int, span: float) -> int:
+        """How many steps a fixed grid has, about, with so many outputs on a way of this length."""
+        return outputs * (self.substeps or 1) if self.step_size is None else math.ceil(span / self.step_size)
 
 
 @dataclass(frozen=True)
@@ -87,12 +85,14 @@ class Equation:
         y0: the initial state, a tensor or a nested tuple/dict of tensors.
         t: the times of the answer, (T,), y0 belonging to the first.
         layout: the structure of y0.
+        ends: the first and the last time, where they are at hand.
     """
 
     func: Callable[..., Any]
     y0: Any
     t: Tensor
     layout: Layout
+    ends: tuple[float, float] = (0.0, 0.0)
 
     @staticmethod
     def of(func: Callable[..., Any], y0: Any, t: Any, batch_dims: int) -> Equation:
@@ -103,7 +103,7 @@ class Equation:
         first = pytree.tree_leaves(y0)[0]
         if first.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"y0 must be float32 or float64 to solve implicit steps, got {first.dtype}.")
-        t = _times(t, first)
+        ends = _checked_times(t, first)
         layout = Layout.of(y0, batch_dims)
         func = uncompiled(func)
         key = ("equation", layout, first.dtype, first.device, getattr(func, "training", None))
@@ -113,7 +113,7 @@ class Equation:
             with observed_by(None), plain_saving():
                 check_output(lambda y: func(t.detach()[0].to(first.dtype), y), "func", y0, ())
             known[key] = True
-        return Equation(func, y0, t, layout)
+        return Equation(func, y0, t, layout, ends)
 
     def field(self, per_sample: bool = False) -> Field:
         """How to evaluate f at many points; `per_sample`: with times of its own for each sample."""
@@ -143,7 +143,8 @@ def _check_order(func: Callable[..., Any]) -> None:
         raise TypeError(f"func is called as func(t, y), but its parameters are ({', '.join(names)}): change their order.")
 
 
-def _times(t: Any, first: Tensor) -> Tensor:
+def _checked_times(t: Any, first: Tensor) -> tuple[float, float]:
+    """The first and the last of the times; raises one sentence if they cannot work."""
     if not isinstance(t, Tensor):
         raise TypeError(f"t must be a tensor of times, got {type(t).__name__}: use torch.tensor or torch.linspace.")
     if t.dim() != 1 or len(t) < 2:
@@ -153,13 +154,13 @@ def _times(t: Any, first: Tensor) -> Tensor:
     if t.device != first.device:
         raise ValueError(f"t must be on the device of y0, {first.device}, got {t.device}.")
     if transforms_active():  # their values may not be at hand
-        return t
+        return 0.0, 0.0
     values = t.detach().tolist()
     pairs = list(pairwise(values))
     monotone = all(a < b for a, b in pairs) or all(a > b for a, b in pairs)  # never with NaN
     if not monotone or math.isinf(values[0]) or math.isinf(values[-1]):
         raise ValueError("t must be strictly increasing or strictly decreasing, and finite.")
-    return t
+    return values[0], values[-1]
 
 
 @dataclass(frozen=True)

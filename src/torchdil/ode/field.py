@@ -31,8 +31,8 @@ from torchdil.compiled import memory
 from torchdil.modes import no_tangents, plain_saving, saving_hooked, transforms_active
 
 Call = Callable[..., Any]
-# A verdict is looked at again at every so many uses.
-_EVERY = 10
+# Verdicts are looked at again after every so many solves.
+_EVERY = 50
 
 
 class TimeUsedError(RuntimeError):
@@ -120,11 +120,10 @@ class Field:
 
 @dataclass
 class _Verdict:
-    """What is known of a function: its mode, whether torch.func can differentiate it, and how often that was relied on."""
+    """What is known of a function: its mode, and whether torch.func can differentiate it."""
 
     mode: str
     functional: bool
-    uses: int = 0
 
 
 def _key(layout: Layout, like: Tensor, func: Call, per_sample: bool) -> Hashable:
@@ -157,17 +156,20 @@ def uses_time(func: Call, y0: Any) -> bool:
 def holds(func: Call, t: Tensor, states: Tensor, layout: Layout) -> bool:
     """Whether the verdicts on a function still hold at the states that were found with them, (B, T, D), at the times t, (T,).
 
-    Asked after each solve, and looked into after the first and every tenth. Where one does not hold, the function is called
+    Asked after each solve, and looked into after the first and now and then. Where one does not hold, the function is called
     point by point from now on.
     """
-    known = memory(func)
+    known, key = memory(func), ("holds", states.shape)
+    uses = known.setdefault(key, 0)
+    known[key] = uses + 1
+    if uses % _EVERY or transforms_active():
+        return True
     found = True
     for per_sample in (False, True):
         verdict: _Verdict | None = known.get(_key(layout, states, func, per_sample))
-        if verdict is None or verdict.mode == "loop" or transforms_active():
+        if verdict is None or verdict.mode == "loop":
             continue
-        verdict.uses += 1
-        if verdict.uses % _EVERY == 1 and not _agrees(Field(layout, verdict.mode), func, t, states, verdict.uses):
+        if not _agrees(Field(layout, verdict.mode), func, t, states, uses):
             verdict.mode, verdict.functional, found = "loop", False, False
     return found
 

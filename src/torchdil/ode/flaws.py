@@ -9,6 +9,7 @@ import warnings
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torchdil.compiled import memory
 from torchdil.diagnosis import is_random, mixes_samples
@@ -20,8 +21,8 @@ from torchdil.problem import Problem
 from torchdil.slope import look_once
 from torchdil.solution import Report, Status, handle_failure, mask_failed, user_frame
 
-# On a fixed grid, whose residual is small in any case, a function is looked at again at every so many calls.
-_EVERY = 10
+# Whether a function mixes samples is looked at again at every so many calls, and where a part of it begins or ends training.
+_EVERY = 50
 # A step should be so many roundings of t at least.
 _DIGITS = 4
 
@@ -30,34 +31,40 @@ def flaw(equation: Equation, adaptive: bool) -> str:
     """What is wrong with f, as a part of a sentence; empty where nothing is seen."""
     if transforms_active():  # no values to compare
         return ""
-    func, layout, start = equation.func, equation.layout, equation.start
-    training = tuple(part.training for part in func.modules()) if isinstance(func, nn.Module) else ()
-    key, known = ("flaw", layout, start.dtype, start.device, training), memory(func)
-    seen, calls = known.get(key, ("", 0))
-    if adaptive or calls % _EVERY == 0:
-        seen = _seen(equation, adaptive)
-    known[key] = seen, calls + 1
-    return str(seen)
+    func = equation.func
+    training = tuple([part.training for part in func.modules()]) if isinstance(func, nn.Module) else ()
+    key, known = ("flaw", equation.layout.batch_shape, equation.layout.shapes, training), memory(func)
+    mixing, calls = known.get(key, ("", 0))
+    thorough = calls % _EVERY == 0
+    seen = _seen(equation, adaptive, thorough) if adaptive or thorough else ""
+    random = seen == is_random("func")
+    if thorough and not random:
+        mixing = seen
+    known[key] = mixing, calls + (not random)
+    return seen or str(mixing)
 
 
-def _seen(equation: Equation, adaptive: bool) -> str:
+def _seen(equation: Equation, adaptive: bool, thorough: bool) -> str:
     layout, y = equation.layout, equation.start.detach()
     t = equation.t.detach()[0].to(y.dtype)
 
     def f(y: Tensor) -> Tensor:
         return layout.ravel(equation.func(t, layout.unravel(y)))
 
-    if not adaptive and len(y) < 2:
+    thorough = thorough and len(y) > 1
+    if not (adaptive or thorough):
         return ""
     with torch.no_grad(), no_tangents(), plain_saving(), observed_by(None):
         value = f(y)
         # An integration with steps that no error can be made small for takes all steps that it may.
         if adaptive and not same(f(y), value):
             return is_random("func")
-        size = y.abs().nan_to_num(0.0, 0.0, 0.0).amax() if len(y) else 0.0
+        if not thorough:
+            return ""
+        size = y.abs().nan_to_num(0.0, 0.0, 0.0).amax()
         away = (size + (size == 0)) * torch.linspace(0.5, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
         even = torch.arange(len(y), device=y.device) % 2 == 0
-        for moved in (even, ~even) if len(y) > 1 else ():
+        for moved in (even, ~even):
             try:
                 others = f(torch.where(moved[:, None], y + away, y))[~moved]
             except Exception:  # a function may refuse the points that are tried here
@@ -81,10 +88,12 @@ def look_at_slope(equation: Equation, on_failure: str) -> None:
 
 def warn_of_rounded_times(equation: Equation, steps: int) -> None:
     """Warn if f is given times that differ by less than the digits of y can tell, on a way of so many steps."""
-    dtype = equation.start.dtype
-    if equation.t.dtype == dtype or transforms_active():
+    if transforms_active():
         return
-    first, last = float(equation.t[0]), float(equation.t[-1])
+    first, last = equation.ends
+    if max(abs(first), abs(last)) <= 2 * abs(last - first):  # it would take millions of steps
+        return
+    dtype = pytree.tree_leaves(equation.y0)[0].dtype
     digits, step = torch.finfo(dtype).eps * max(abs(first), abs(last)), abs(last - first) / max(steps, len(equation.t) - 1)
     if step < _DIGITS * digits and uses_time(equation.func, equation.y0):
         warnings.warn(

@@ -204,8 +204,10 @@ def _solve(
         if cause:
             states = unsolved(cause, states, on_failure, report)
     assert report.forward is not None
-    stats = report.forward.stats
-    warn_of_rounded_times(equation, int(stats.accepted.max()) if isinstance(stats, AdaptiveStats) else chosen.steps(equation.t))
+    stats, steps = report.forward.stats, chosen.steps(len(t) - 1, equation.ends[1] - equation.ends[0])
+    if isinstance(stats, AdaptiveStats):
+        steps = max(stats.accepted.reshape(-1).tolist(), default=0)
+    warn_of_rounded_times(equation, steps)
     return Solution(equation.outputs(states), *report.forward, report)
 
 

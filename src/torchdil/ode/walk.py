@@ -77,7 +77,7 @@ class Tolerances:
         """The error that is worth 1 where |y| is `size`."""
         # A component that is 0 is measured by the rounding of the others where atol is 0, too.
         least = self.rtol * torch.finfo(size.dtype).eps * size.amax(dim=-1, keepdim=True)
-        return torch.maximum(self.atol + self.rtol * size, least).clamp_min(torch.finfo(size.dtype).tiny ** 0.5)
+        return torch.maximum(self.atol + self.rtol * size, least).clamp_min(torch.finfo(size.dtype).tiny)
 
 
 class Walk:
