@@ -69,3 +69,15 @@ def test_zero_and_what_is_not_finite_are_left_alone():
     assert bool((seen[0][2:4, 0] >= 1).all()) and bool((seen[0][2:4, 0] < 2).all())
     solve_in_range(solve, rhs, 1e-12)  # which has units
     torch.testing.assert_close(seen[1], rhs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype, unit", [(torch.float32, 1e-20), (torch.float32, 1e-25), (torch.float64, 1e-170)])
+@pytest.mark.parametrize("state", ["root", "fixed_point"])
+def test_an_answer_in_tiny_units_is_solved_or_told(dtype, unit, state):
+    """The squares of all its numbers vanish, and with them what a solver knows of its residual."""
+    x = unit * torch.tensor([1.0, 2.0], dtype=dtype)
+    function = {"root": lambda y: y + unit * (y / unit) ** 3 - x, "fixed_point": lambda y: 0.5 * y + x}[state]
+    exact = {"root": torch.tensor([0.682327803828, 1.0]), "fixed_point": torch.tensor([2.0, 4.0])}[state].to(x)
+    solution = getattr(dil, state)(function, torch.full_like(x, 0.3 * unit), on_failure="ignore")
+    close = torch.allclose(solution.value / unit, exact, rtol=1e-4)
+    assert close or not bool(solution.converged)

@@ -34,6 +34,13 @@ def norm(a: Tensor) -> Tensor:
     return torch.linalg.vector_norm(a, dim=1)
 
 
+def length(a: Tensor) -> Tensor:
+    """The same in units of the largest number, whose square may be 0 or infinite in this dtype: what decides must not be."""
+    unit = a.abs().amax(dim=1)
+    unit = torch.where((unit > 0) & (unit < torch.inf), unit, 1.0)
+    return unit * norm(a / unit.unsqueeze(1))
+
+
 def scale(c: Tensor, a: Tensor) -> Tensor:
     """Per-sample scaling: row b of `a` times c[b]."""
     return c.unsqueeze(1) * a

@@ -61,14 +61,14 @@ class Statement(ABC):
 
         By 1 if both are 0.
         """
-        change = y if start is None else batch.select(batch.norm(y - start) > batch.norm(y), y - start, y)
-        change = batch.select(batch.norm(change) > 0, change, torch.ones_like(change))
+        change = y if start is None else batch.select(batch.length(y - start) > batch.length(y), y - start, y)
+        change = batch.select(batch.length(change) > 0, change, torch.ones_like(change))
         with torch.no_grad():
-            return batch.norm(operator.rmv(change, "auto"))
+            return batch.length(operator.rmv(change, "auto"))
 
     def counted(self, F: Tensor, y: Tensor, start: Tensor | None, operator: Operator | None = None) -> Tensor:
         """What is compared with that size, (B,): the norm of F, parts of which may weigh more where the size is not theirs."""
-        return batch.norm(F)
+        return batch.length(F)
 
     def quick_size(self, y: Tensor, start: Tensor | None) -> Tensor | None:
         """A lower bound of that size which costs no product, if there is one: an F that is small against it needs no other."""
@@ -77,7 +77,7 @@ class Statement(ABC):
     def first_size(self, problem: Problem, start: Tensor) -> Tensor:
         """The natural size of F where a solve begins, (B,); 0 where it is not finite."""
         operator = problem.operator(start)
-        size = torch.maximum(batch.norm(operator.graph()[1].detach()), self.size(operator, start, None))
+        size = torch.maximum(batch.length(operator.graph()[1].detach()), self.size(operator, start, None))
         return torch.where(size.isfinite(), size, 0.0)  # a solver that samples may go on from there
 
 

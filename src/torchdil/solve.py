@@ -314,8 +314,8 @@ class Setting:
         with torch.no_grad(), no_tangents():
             y, F = result.value, point.F.detach()
             status, size = result.status, self.statement.quick_size(y, start)
-            residual = batch.norm(F)
-            stats = replace(result.stats, residual=residual, norm=batch.norm(y))
+            residual = batch.length(F)
+            stats = replace(result.stats, residual=residual, norm=batch.length(y))
             stats.products, stats.advice = self.calls + result.stats.products, self.statement.advice
             if size is not None:
                 stats.tolerance = (rtol * size).clamp_min(atol)

@@ -103,14 +103,14 @@ class Trajectory(Statement):
             parts.append(operator.rmv(y))
         sofar = torch.stack([self.view(part).flatten(2).norm(dim=2) for part in parts]).amax(dim=0).cummax(dim=1).values
         share = self.view(F).flatten(2).norm(dim=2) / sofar.clamp_min(torch.finfo(y.dtype).tiny)
-        return torch.maximum(batch.norm(F), sofar[:, -1] * share.amax(dim=1))
+        return torch.maximum(batch.length(F), sofar[:, -1] * share.amax(dim=1))
 
     def quick_size(self, y: Tensor, start: Tensor | None) -> Tensor:
-        size = batch.norm(y)
-        return size if start is None else torch.maximum(size, batch.norm(y - start))
+        size = batch.length(y)
+        return size if start is None else torch.maximum(size, batch.length(y - start))
 
     def first_size(self, problem: Problem, start: Tensor) -> Tensor:
-        return batch.norm(start)
+        return batch.length(start)
 
 
 def sizes(times: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
