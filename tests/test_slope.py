@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import torchdil as dil
@@ -125,3 +126,15 @@ def test_a_point_that_the_function_refuses():
 
     y = dil.root(residual, torch.full((2,), 1.3, dtype=torch.float64)).value
     torch.testing.assert_close(y, torch.full_like(y, 1.4))
+
+
+def test_looking_saves_nothing_for_the_hooks_of_others():
+    """torch's checkpointing counts what is saved, and looks only the first time."""
+    x = draw(2, 4, 3).requires_grad_()
+
+    def layer(x):
+        return dil.root(lambda y, x: y + 0.1 * torch.tanh(y) - x, ZERO, (x,), batch_dims=1).value
+
+    y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(found, 1 / (1 + 0.1 / torch.cosh(y.detach()) ** 2))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.modes import no_tangents
+from torchdil.modes import no_tangents, plain_saving
 from torchdil.problem import Problem
 from torchdil.solution import ConvergenceError, ConvergenceWarning, user_frame
 
@@ -41,7 +41,7 @@ def look_once(problem: Problem, y: Tensor, function: Any, argument: str, on_fail
         if on_failure not in ("raise", "warn") or known in _seen or not len(y):
             return
         _seen.add(known)
-        with torch.no_grad(), no_tangents(), torch.random.fork_rng([y.device] if y.is_cuda else []):
+        with torch.no_grad(), no_tangents(), plain_saving(), torch.random.fork_rng([y.device] if y.is_cuda else []):
             right = is_slope(problem, y)
     except Exception:  # a function may refuse the points that are tried here, or cannot be remembered
         return
