@@ -184,10 +184,11 @@ class Point:
     Attributes:
         F: F(y), (B, n).
         operator: J at y, on that graph.
+        is_minimum: whether it was seen that J has no negative curvature.
     """
 
     def __init__(self, condition: Condition, y: Tensor):
-        self.condition, self.y = condition, y
+        self.condition, self.y, self.is_minimum = condition, y, False
         with torch.enable_grad(), plain_saving():
             leaf, self.F, self._boundary, self._hidden = _evaluate(condition, y)
         primal = fwd.unpack_dual(self.F).primal if tangents_active() else self.F

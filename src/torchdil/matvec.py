@@ -19,13 +19,14 @@ _LARGE, _ROWS, _SUMMED = 2**24, (512, 4096), 2048
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """A B, (m, k) x (k, n) -> (m, n)."""
-    product = _times(a.squeeze(0), b) if int(a.shape[0]) == 1 else None
+    # Of many vectors at once TorchScript does not tell the shape.
+    product = None if batch.mapped(a, b) or int(a.shape[0]) != 1 else _times(a.squeeze(0), b)
     return torch.mm(a, b) if product is None else product.unsqueeze(0)
 
 
 def mv(a: Tensor, x: Tensor) -> Tensor:
     """A x, (m, n) x (n,) -> (m,)."""
-    product = _times(x, a.mT)
+    product = None if batch.mapped(a, x) else _times(x, a.mT)
     return torch.mv(a, x) if product is None else product
 
 
@@ -40,7 +41,7 @@ def _times(x: Tensor, b: Tensor) -> Tensor | None:
         rows, length = length, rows
     size = b.itemsize * length
     known = b.is_cpu and b.dtype in (torch.float32, torch.float64)
-    if rows * size < _LARGE or not known or batch.mapped(x, b):
+    if rows * size < _LARGE or not known:
         return None
     if contiguous and _ROWS[0] <= size <= _SUMMED:
         every, none = torch.arange(rows, device=b.device), torch.zeros(1, dtype=torch.long, device=b.device)

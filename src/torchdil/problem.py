@@ -24,6 +24,12 @@ Box = tuple[Tensor, Tensor]
 _ROUNDINGS = 4
 
 
+def natural_change(y: Tensor, start: Tensor | None, length: Callable[[Tensor], Tensor] = batch.length) -> Tensor:
+    """What F is to be small against the effect of, (B, n): y or its way from the start, whichever is longer; 1 if both are 0."""
+    change = y if start is None else batch.select(length(y - start) > length(y), y - start, y)
+    return batch.select(length(change) > 0, change, torch.ones_like(change))
+
+
 class Statement(ABC):
     """The mathematics of a problem class: what must vanish at the answer.
 
@@ -61,17 +67,18 @@ class Statement(ABC):
 
         By 1 if both are 0.
         """
-        change = y if start is None else batch.select(batch.length(y - start) > batch.length(y), y - start, y)
-        change = batch.select(batch.length(change) > 0, change, torch.ones_like(change))
         with torch.no_grad():
-            return batch.length(operator.rmv(change, "auto"))
+            return batch.length(operator.rmv(natural_change(y, start), "auto"))
 
     def counted(self, F: Tensor, y: Tensor, start: Tensor | None, operator: Operator | None = None) -> Tensor:
         """What is compared with that size, (B,): the norm of F, parts of which may weigh more where the size is not theirs."""
         return batch.length(F)
 
     def quick_size(self, y: Tensor, start: Tensor | None) -> Tensor | None:
-        """A lower bound of that size which costs no product, if there is one: an F that is small against it needs no other."""
+        """A lower bound of that size which costs no product, if there is one: an F that is small against it needs no other.
+
+        Where there is none, what counts of F is its norm, and its size is no less than ‖J c‖, c being the `natural_change`.
+        """
         return None
 
     def first_size(self, problem: Problem, start: Tensor) -> Tensor:

@@ -22,10 +22,11 @@ from torchdil.diagnosis import diagnose
 from torchdil.foreign import run_foreign
 from torchdil.implicit import Condition, Point
 from torchdil.linear import Auto, LinearSolver
-from torchdil.linear.curvature import negative_curvature
+from torchdil.linear.curvature import look_at_once, negative_curvature
+from torchdil.linear.units import in_range
 from torchdil.live import showing
 from torchdil.modes import full_precision, no_tangents, observed_by, observer, plain_saving, tangents_active, transforms_active
-from torchdil.problem import Call, Problem, Statement, as_called, call_with, parameters_of, without_backward
+from torchdil.problem import Call, Problem, Statement, as_called, call_with, natural_change, parameters_of, without_backward
 from torchdil.slope import look_once
 from torchdil.solution import Report, Result, Solution, Stats, Status, handle_failure
 from torchdil.solvers.base import Solver
@@ -314,9 +315,10 @@ class Setting:
         with torch.no_grad(), no_tangents():
             y, F = result.value, point.F.detach()
             status, size = result.status, self.statement.quick_size(y, start)
+            if size is None and (found := self.glance(result, point, start, rtol, atol)) is not None:
+                return found
             residual = batch.length(F)
-            stats = replace(result.stats, residual=residual, norm=batch.length(y))
-            stats.products, stats.advice = self.calls + result.stats.products, self.statement.advice
+            stats = self.told(result.stats, residual, batch.length(y))
             if size is not None:
                 stats.tolerance = (rtol * size).clamp_min(atol)
                 # A difference, for infinite is not small: numbers near the end of the dtype have no norm.
@@ -335,9 +337,51 @@ class Setting:
             status = torch.where(batch.finite(y) & torch.isfinite(residual), status, int(Status.non_finite))
             return Result(y, status, stats)
 
+    def glance(self, result: Result, point: Point, start: Tensor | None, rtol: float, atol: float) -> Result | None:
+        """What `judge` says of an answer that is good in all samples, and whose J has a trace; None: it takes a closer look.
+
+        One function of tensors has the size of F and, for an objective, looks at the curvature, too.
+        """
+        linear, y = point.operator.linear(transpose=True), result.value
+        if linear is None or not y.numel():
+            return None
+        look = look_at_once(point.operator) if self.statement.has_objective and not getattr(self.solver, "sees_curvature", False) else None
+        given = () if start is None else (start,)
+
+        def routine(product: Callable[[Tensor], tuple[Tensor]], status: Tensor, y: Tensor, F: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+            start, tensors = (more[0], more[1:]) if given else (None, more)
+            change = product(natural_change(y, start, batch.norm))[0]
+            size, residual, norm = batch.norm(change), batch.norm(F), batch.norm(y)
+            tolerance = (rtol * size).clamp_min(atol)
+            good = (status == int(Status.converged)) & (residual <= tolerance) & (norm < torch.inf)
+            for vector in (y, F, change, *(() if start is None else (y - start,))):  # whose norms must be theirs
+                good = good & in_range(vector)
+            if look is not None:
+                good = good & look.routine(product, *tensors)
+            return good.all(), residual, tolerance, norm
+
+        key = ("glance", len(given), rtol, atol, None if look is None else look.key)
+        tensors = (result.status, y, point.F.detach(), *given, *(() if look is None else look.tensors))
+        try:
+            good, residual, tolerance, norm = linear.run(key, routine, *tensors)
+        except RuntimeError:  # out of memory, for example: step by step takes less
+            return None
+        if not bool(good):
+            return None
+        point.is_minimum = look is not None
+        stats = self.told(result.stats, residual, norm)
+        stats.tolerance = tolerance
+        return Result(y, result.status, stats)
+
+    def told(self, stats: Stats, residual: Tensor, norm: Tensor) -> Stats:
+        """The numbers of a solver with those of its answer."""
+        stats = replace(stats, residual=residual, norm=norm)
+        stats.products, stats.advice = self.calls + stats.products, self.statement.advice
+        return stats
+
     def curved(self, result: Result, point: Point, looked: Tensor | None = None) -> Result:
         """The result, `negative_curvature` where what was found is no minimum; `looked`: where that was seen to, (B,)."""
-        if not self.statement.has_objective:
+        if not self.statement.has_objective or point.is_minimum:
             return result
         met = result.status == Status.converged
         met = met if looked is None else met & ~looked

@@ -190,7 +190,7 @@ class Source:
         self._versions: list[tuple[Tensor, int]] = []
         # Fixed for this point: two backward passes through it must not differ in a bit.
         self._due = True
-        self._expected: int | None = None
+        self._expected: dict[Hashable, int] = {}
         self._saved: tuple[Tensor, ...] | None = None
         if torch.are_deterministic_algorithms_enabled():
             return  # rounding must not depend on how often it was called before
@@ -243,9 +243,9 @@ class Source:
 
     def expected(self, settings: Hashable) -> int:
         """The most steps that a solver with these settings took of late; 0: not known."""
-        if self._expected is None and self._memory is not None:
-            self._expected = max(self._memory.steps.get(settings, ()), default=0)
-        return self._expected or 0
+        if settings not in self._expected and self._memory is not None:
+            self._expected[settings] = max(self._memory.steps.get(settings, ()), default=0)
+        return self._expected.get(settings, 0)
 
     def took(self, settings: Hashable, steps: int | Tensor, numbers: int) -> None:
         """A solver with these settings took so many steps, or so many each, by products with so many numbers in all."""

@@ -57,14 +57,10 @@ class CG(LinearSolver):
             return None
 
         def routine(product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
-            tolerance = self.tolerance(rhs)
-            x, noted = (self._fused if rhs.is_cuda else self._bare)(expected, product, rhs, tolerance, F)
-            residual, (_, alpha, p_norm2, pq, _, _) = noted[-1, 0], noted.unbind(1)
-            moved, curvature = alpha != 0, pq / p_norm2
-            largest = torch.where(moved, curvature.abs(), 0.0).amax(dim=0)
-            least = torch.where(moved, curvature, torch.inf).amin(dim=0)
-            initial, eps = batch.norm(rhs), torch.finfo(rhs.dtype).eps
-            good = (least > _FLAT * eps * largest) & (residual <= tolerance) & (initial < torch.inf)
+            tolerance, initial, eps = self.tolerance(rhs), batch.norm(rhs), torch.finfo(rhs.dtype).eps
+            x, noted, positive, largest, moved = self.steps_at_once(expected, product, rhs, tolerance, F)
+            residual = noted[-1, 0]
+            good = positive & (residual <= tolerance) & (initial < torch.inf)
             if rhs.dtype == torch.float64:  # what the recurrence may be off by
                 good &= _DRIFT * expected * eps * largest * batch.norm(x) <= tolerance
             else:
@@ -80,6 +76,22 @@ class CG(LinearSolver):
             return Stats("CG", steps, residual, tolerance, expected, history, Ritz(known.coefficients), evidence=evidence)
 
         return AtOnce(("CG", self.damping, self.rtol, self.atol, expected), routine, stats)
+
+    def steps_at_once(
+        self, count: int, product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, tolerance: Tensor, F: Tensor
+    ) -> tuple[Tensor, ...]:
+        """So many steps from zero, as one function of tensors.
+
+        Returns:
+            x, (B, n); what is noted, (count, 6, B); whether all curvatures were positive and the largest of them, (B,) each;
+            which samples took which steps, (count, B).
+        """
+        x, noted = (self._fused if rhs.is_cuda else self._bare)(count, product, rhs, tolerance, F)
+        _, alpha, p_norm2, pq, _, _ = noted.unbind(1)
+        moved, curvature = alpha != 0, pq / p_norm2
+        largest = torch.where(moved, curvature.abs(), 0.0).amax(dim=0)
+        least = torch.where(moved, curvature, torch.inf).amin(dim=0)
+        return x, noted, least > _FLAT * torch.finfo(rhs.dtype).eps * largest, largest, moved
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         if not operator.symmetric:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from torchdil.linear.auto import direct_pays
 from torchdil.linear.cg import CG
+from torchdil.linear.dense import columns
 from torchdil.operator import Operator
 from torchdil.solution import Status
 
 # Steps of Lanczos, from a random start, that look for negative curvature where J is too large to factorise.
 _PROBE_STEPS = 20
+_PROBE = "probe"
 
 
 def negative_curvature(operator: Operator) -> Tensor:
     """Which samples have it, (B,): exactly for small unknowns, else as a few Lanczos steps see it."""
     with torch.no_grad():
-        samples, n = operator.shape
-        if not direct_pays(samples, n, beside_cg=operator.y.device.type == "cpu"):
-            generator = torch.Generator(operator.y.device).manual_seed(0)
-            probe = torch.randn(operator.shape, generator=generator, dtype=operator.y.dtype, device=operator.y.device)
-            # A direction of negative curvature has a part of some 1/√n in the probe, and is met before the rest is below that.
-            rtol = 0.01 / n**0.5
-            return CG(rtol=rtol, max_steps=_PROBE_STEPS).solve(operator, probe).status == Status.negative_curvature
+        samples = len(operator.y)
+        if not _directly(operator):
+            _, status, stats = _cg(operator).solve(operator, _probe(operator))
+            if operator.source is not None:
+                operator.source.took(_PROBE, stats.steps, 0)
+            return status == Status.negative_curvature
         H = operator.dense()
         H = H if H.dtype in (torch.float32, torch.float64) else H.float()  # LAPACK knows no half precision
         if not bool(torch.linalg.cholesky_ex(H)[1].any()):  # positive definite, all of them
@@ -37,3 +41,52 @@ def negative_curvature(operator: Operator) -> Tensor:
             return torch.zeros_like(finite)
         values = torch.linalg.eigvalsh(H)
         return values[:, 0] < -slack * values.abs().amax(dim=1)
+
+
+class Look(NamedTuple):
+    """A look at the curvature as one function of tensors.
+
+    Attributes:
+        key: what the function depends on, besides its arguments.
+        routine: `(product, *tensors) -> (B,)`: which samples surely have no negative curvature, as far as `negative_curvature`
+            would see it.
+        tensors: its arguments.
+    """
+
+    key: Hashable
+    routine: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+
+
+def look_at_once(operator: Operator) -> Look | None:
+    """How to look with a traced J; None where it cannot be so."""
+    if operator.source is None or operator.y.dtype not in (torch.float32, torch.float64):
+        return None
+    if _directly(operator):
+
+        def factorised(product: Callable[[Tensor], tuple[Tensor]], y: Tensor) -> Tensor:
+            return torch.linalg.cholesky_ex(columns(product, y))[1] == 0
+
+        return Look("factorised", factorised, (operator.y,)) if operator.shape[1] <= operator.dense_chunk else None
+    cg, count = _cg(operator), operator.source.expected(_PROBE)
+
+    def probed(product: Callable[[Tensor], tuple[Tensor]], probe: Tensor) -> Tensor:
+        tolerance = cg.tolerance(probe)
+        _, noted, positive, *_ = cg.steps_at_once(count, product, probe, tolerance, probe)
+        return positive if count == _PROBE_STEPS else positive & (noted[-1, 0] <= tolerance)
+
+    return Look((_PROBE, count), probed, (_probe(operator),)) if count else None
+
+
+def _directly(operator: Operator) -> bool:
+    return direct_pays(*operator.shape, beside_cg=operator.y.device.type == "cpu")
+
+
+def _cg(operator: Operator) -> CG:
+    # A direction of negative curvature has a part of some 1/√n in the probe, and is met before the rest is below that.
+    return CG(rtol=0.01 / operator.shape[1] ** 0.5, max_steps=_PROBE_STEPS)
+
+
+def _probe(operator: Operator) -> Tensor:
+    y = operator.y
+    return torch.randn(y.shape, generator=torch.Generator(y.device).manual_seed(0), dtype=y.dtype, device=y.device)

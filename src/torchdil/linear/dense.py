@@ -35,14 +35,12 @@ class Dense(LinearSolver):
     """
 
     def at_once(self, operator: Operator, transpose: bool, expected: int) -> AtOnce | None:
-        samples, n = operator.shape
-        y, symmetric = operator.y, operator.symmetric
+        n, y, symmetric = operator.shape[1], operator.y, operator.symmetric
         if operator.dense_chunk < n or y.dtype not in (torch.float32, torch.float64):
             return None
 
         def routine(product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
-            units = torch.eye(n, dtype=rhs.dtype, device=rhs.device).unsqueeze(1).expand(-1, samples, -1)
-            A = torch.func.vmap(product)(units)[0].permute(1, 2, 0).contiguous()  # its columns are the products
+            A = columns(product, rhs)
             if self.damping:
                 torch.diagonal(A, dim1=1, dim2=2).add_(self.damping)
             x, residual, tolerance, good = self._easily(A, rhs, symmetric, _rank_floor(n, rhs.dtype))
@@ -133,6 +131,13 @@ class Dense(LinearSolver):
             x, r = batch.select(better, refined, x), batch.select(better, r_refined, r)
         solved = (batch.norm(r) <= tolerance + _rounding(A, b, x)) & batch.finite(x)
         return x, ~solved | (pivots.amin(dim=1) <= _rank_floor(A.shape[1], A.dtype) * pivots.amax(dim=1)), indefinite
+
+
+def columns(product: Callable[[Tensor], tuple[Tensor]], like: Tensor) -> Tensor:
+    """The matrix of a linear function of (B, n), `product(p)` being a tuple of one, in one batched product: (B, n, n)."""
+    samples, n = like.shape
+    units = torch.eye(n, dtype=like.dtype, device=like.device).unsqueeze(1).expand(-1, samples, -1)
+    return torch.func.vmap(product)(units)[0].permute(1, 2, 0).contiguous()
 
 
 def _factorise(A: Tensor, symmetric: bool) -> tuple[Callable[[Tensor], Tensor], Tensor, bool]:
