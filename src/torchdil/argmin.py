@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchdil.arguments import check_arguments, first_value
-from torchdil.batch import Layout
+from torchdil.batch import Layout, leaves
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import eager
 from torchdil.problem import Call, Statement, gradient
@@ -81,15 +80,15 @@ def _batch_dims(value: Any, y0: Any) -> int:
         raise TypeError(f"score must return a floating-point tensor of shape () or (B,), got {got}.")
     if value.layout != torch.strided:
         raise TypeError(f"score must return a dense tensor, got {value.layout}.")
-    device = pytree.tree_leaves(y0)[0].device
+    device = leaves(y0)[0].device
     if value.device != device:
         raise ValueError(f"score must return a tensor on the device of y0, {device}, got {value.device}.")
-    sizes = {tuple(leaf.shape[:1]) for leaf in pytree.tree_leaves(y0)}
+    sizes = {tuple(leaf.shape[:1]) for leaf in leaves(y0)}
     if value.dim() == 0:
         return 0
     if value.dim() == 1 and sizes == {tuple(value.shape)}:
         return 1
-    shapes = ", ".join(str(tuple(leaf.shape)) for leaf in pytree.tree_leaves(y0))
+    shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves(y0))
     raise ValueError(
         f"score must return shape () for one problem or (B,) for a batch with B the first axis of y0, got {tuple(value.shape)} "
         f"for y0 of shape {shapes}."

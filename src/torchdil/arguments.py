@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchdil.batch import map_tensors
+from torchdil.batch import leaves, map_tensors
 from torchdil.modes import observed_by
 from torchdil.solution import check_policy, user_frame
 
@@ -40,7 +40,7 @@ def first_value(function: Callable[..., Any], name: str, y0: Any, args: tuple[An
         given = ", ".join(_described(leaf) for leaf in pytree.tree_leaves((y, args)) if isinstance(leaf, Tensor))
         error.add_note(f"This was the first call of {name}, with y and then args of: {given}.")
         raise
-    if any(leaf._version for leaf in pytree.tree_leaves(y) if not leaf.is_inference()):
+    if any(leaf._version for leaf in leaves(y) if not leaf.is_inference()):
         raise RuntimeError(f"{name} must not change y in place: write y = y - x and not y -= x, or work on y.clone().")
     return value
 
@@ -85,10 +85,10 @@ def check_output(function: Callable[..., Any], name: str, y0: Any, args: tuple[A
 
 def check_unknown(y: Any, name: str) -> None:
     """Raise one sentence if `y` is not a (nested) floating-point tensor on one device."""
-    leaves = pytree.tree_leaves(y)
-    if not leaves:
+    found = leaves(y)
+    if not found:
         raise TypeError(f"{name} must hold at least one tensor, got {y!r}.")
-    for leaf in leaves:
+    for leaf in found:
         if not isinstance(leaf, Tensor):
             raise TypeError(f"{name} must be a tensor or a nested tuple/dict of tensors, got {type(leaf).__name__}.")
         if leaf.layout != torch.strided:
@@ -96,16 +96,16 @@ def check_unknown(y: Any, name: str) -> None:
         if not leaf.is_floating_point():
             to_do = "torch.view_as_real" if leaf.is_complex() else f"{name}.double() or .float()"
             raise TypeError(f"{name} must have a real floating dtype, got {leaf.dtype}: use {to_do}.")
-    if len({leaf.dtype for leaf in leaves}) > 1:
-        raise TypeError(f"{name} must have one dtype, got {', '.join(str(leaf.dtype) for leaf in leaves)}.")
-    if len({leaf.device for leaf in leaves}) > 1:
-        raise ValueError(f"{name} must be on one device, got {', '.join(str(leaf.device) for leaf in leaves)}.")
+    if len({leaf.dtype for leaf in found}) > 1:
+        raise TypeError(f"{name} must have one dtype, got {', '.join(str(leaf.dtype) for leaf in found)}.")
+    if len({leaf.device for leaf in found}) > 1:
+        raise ValueError(f"{name} must be on one device, got {', '.join(str(leaf.device) for leaf in found)}.")
 
 
 def check_devices(y: Any, args: Any, name: str) -> None:
     """Raise one sentence if a tensor of `args` is on another device than `y` (CPU scalars mix freely in torch)."""
-    device = pytree.tree_leaves(y)[0].device
-    for leaf in pytree.tree_leaves(args):
+    device = leaves(y)[0].device
+    for leaf in leaves(args):
         if isinstance(leaf, Tensor) and leaf.device != device and leaf.dim() > 0:
             raise ValueError(f"args must be on the device of {name} ({device}), got a tensor on {leaf.device}.")
 

@@ -129,13 +129,13 @@ class Layout:
 
     def ravel(self, y: Any) -> Tensor:
         """The user's unknown as a (B, n) matrix; a view where the unknown is one contiguous tensor."""
-        leaves = [y] if isinstance(y, Tensor) else pytree.tree_leaves(y)
+        found = leaves(y)
         try:
-            parts = [leaf.reshape(self.samples, math.prod(shape)) for leaf, shape in zip(leaves, self.shapes, strict=True)]
+            parts = [leaf.reshape(self.samples, math.prod(shape)) for leaf, shape in zip(found, self.shapes, strict=True)]
         except (AttributeError, RuntimeError, ValueError) as error:
             # The first call was checked.
             expected = ", ".join(str(tuple(self.batch_shape + shape)) for shape in self.shapes)
-            got = ", ".join(str(tuple(leaf.shape)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves)
+            got = ", ".join(str(tuple(leaf.shape)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in found)
             raise ValueError(f"The function must return the shape of y, {expected}, at every call, got {got}.") from error
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -153,6 +153,13 @@ class Layout:
         return a.reshape(self.batch_shape)
 
 
+def leaves(tree: Any) -> list[Any]:
+    """What a nested structure holds."""
+    if isinstance(tree, Tensor):  # what most are; torch's own way takes as long as some solves
+        return [tree]
+    return [] if tree == () else pytree.tree_leaves(tree)
+
+
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Apply `fn` to every tensor in a nested structure and leave the rest alone."""
-    return pytree.tree_map_only(Tensor, fn, tree)
+    return fn(tree) if isinstance(tree, Tensor) else pytree.tree_map_only(Tensor, fn, tree)

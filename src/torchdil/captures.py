@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torchdil.variables import names_in, reads_in
 
@@ -19,7 +20,21 @@ _SEARCH_LIMIT = 20_000
 # A key is made at every call, and must cost no more than it can save.
 _KEY_LIMIT = 1000
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
-_NUMBERS = (int, float, complex, np.number)
+# How a signature treats things of a type; the first that fits.
+_KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
+    ("plain", (int, float, complex, np.number)),
+    ("tensor", (Tensor,)),
+    ("unknown", (torch.jit.ScriptModule,)),  # which does not show what it reads
+    ("module", (nn.Module,)),
+    ("function", (types.FunctionType,)),
+    ("method", (types.MethodType,)),
+    ("dict", (dict,)),
+    ("parts", (tuple, list, functools.partial, set, frozenset, deque)),
+    ("array", (np.ndarray,)),
+    ("class", (type,)),
+    ("opaque", (types.ModuleType,)),
+    ("structure", (pytree.TreeSpec,)),
+)
 _OF_OTHERS = {"builtins", "torch", "numpy"}
 # What every module has, and what does not change what it computes.
 _OF_MODULES = frozenset(nn.Module().__dict__)
@@ -77,8 +92,8 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
     stack = [function]
     while stack:
         item = stack.pop()
-        kind = type(item)
-        if kind in _PLAIN or isinstance(item, _NUMBERS):
+        kind, way = type(item), _way(item.__class__)
+        if way == "plain":
             key += (kind, item)
             continue
         # A method is another object whenever it is looked up.
@@ -89,14 +104,20 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
         seen[identity] = len(seen)
         if len(seen) > _KEY_LIMIT or len(stack) > _KEY_LIMIT:
             return None
-        if isinstance(item, Tensor):
+        if way == "tensor":
             if item.layout != torch.strided or item.is_nested:
                 return None
             tensors.append(item)
             key += (kind, item.shape, item.stride(), item.dtype, item.device, item.requires_grad)
-        elif isinstance(item, torch.jit.ScriptModule):
-            return None  # which does not show what it reads
-        elif isinstance(item, nn.Module):
+        elif way == "function":
+            key.append(item.__code__)
+            if not _of_torch(item):  # whose functions depend on nothing else
+                stack += (*_read(item), *item.__dict__.values())
+        elif way == "method":
+            key.append(kind)
+            stack += (item.__func__, *_attributes(item.__self__, _read_of_self(item.__func__)))
+            stack += _methods(item.__self__, item.__func__.__name__)  # those of its bases, which `super()` finds
+        elif way == "module":
             if item._backward_hooks or item._backward_pre_hooks:
                 return None
             left_out = getattr(kind, "_left_by_calls", ())
@@ -105,30 +126,26 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
             stack.extend(item.__dict__[name] for name in names)
             stack += (*item._parameters.values(), *item._buffers.values(), *item._modules.values())
             stack += (*item._forward_pre_hooks.values(), *item._forward_hooks.values(), *_methods(item, "forward"))
-        elif isinstance(item, types.FunctionType):
-            key.append(item.__code__)
-            if not _of_torch(item):  # whose functions depend on nothing else
-                stack += (*_read(item), *item.__dict__.values())
-        elif isinstance(item, types.MethodType):
-            key.append(kind)
-            stack += (item.__func__, *_attributes(item.__self__, _read_of_self(item.__func__)))
-            stack += _methods(item.__self__, item.__func__.__name__)  # those of its bases, which `super()` finds
-        elif isinstance(item, dict):
+        elif way == "dict":
             key += (kind, len(item), *(name if type(name) in _PLAIN else id(name) for name in item))
             stack.extend(item.values())
-        elif isinstance(item, (tuple, list, functools.partial, set, frozenset, deque)):
+        elif way == "parts":
             parts = list(_parts(item))
             key += (kind, *((name for name, _ in parts) if isinstance(item, functools.partial) else (len(parts),)))
             stack.extend(part for _, part in parts)
-        elif isinstance(item, np.ndarray) and item.size <= _KEY_LIMIT:
+        elif way == "structure":
+            key += (kind, repr(item))
+        elif way == "unknown":
+            return None
+        elif way == "array" and item.size <= _KEY_LIMIT:
             key += (kind, item.shape, item.dtype, item.tobytes())
-        elif isinstance(item, type) and item.__module__ not in _OF_OTHERS and not item.__module__.startswith("torch."):
+        elif way == "class" and item.__module__ not in _OF_OTHERS and not item.__module__.startswith("torch."):
             # A class of the user: its numbers, and what a backward of its own reads.
             key.append(id(item))
             functions: tuple[type, ...] = (staticmethod,) if issubclass(item, torch.autograd.Function) else ()
             read = (part for part in vars(item).values() if type(part) in _PLAIN or isinstance(part, (Tensor, *functions)))
             stack += (part.__func__ if isinstance(part, staticmethod) else part for part in read)
-        elif isinstance(item, (type, types.ModuleType)) or (held := _held(item)) is None:
+        elif way in ("class", "opaque") or (held := _held(item)) is None:
             key += (kind, id(item))
         else:
             key += (kind, *held)
@@ -136,14 +153,23 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
     return tensors, tuple(key)
 
 
+@functools.lru_cache(maxsize=1024)
+def _way(kind: type) -> str:
+    return "plain" if kind in _PLAIN else next((name for name, kinds in _KINDS if issubclass(kind, kinds)), "object")
+
+
 def _held(item: Any) -> dict[str, Any] | None:
     """The attributes of an object by their names; None where it has no place for any."""
-    members = (pair for base in type(item).__mro__ if "__slots__" in vars(base) for pair in vars(base).items())
-    slots = [name for name, value in members if type(value) is types.MemberDescriptorType]
-    known = getattr(item, "__dict__", None)
-    if known is None and not slots:
-        return None
+    slots, known = _slots(item.__class__), getattr(item, "__dict__", None)
+    if not slots:
+        return known
     return (known or {}) | {name: getattr(item, name) for name in slots if hasattr(item, name)}
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> list[str]:
+    members = (pair for base in kind.__mro__ if "__slots__" in vars(base) for pair in vars(base).items())
+    return [name for name, value in members if type(value) is types.MemberDescriptorType]
 
 
 def _methods(owner: Any, name: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ def run_foreign(solver: Callable[..., Any], user_call: Call | None, start: Tenso
     known = torch.is_grad_enabled() and first is not None
     with torch.enable_grad(), no_tangents():
         value = first if known else user_call(layout.unravel(start))
-        found = parameters(pytree.tree_leaves(value))
+        found = parameters(batch.leaves(value))
         grads = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad._version) for leaf in found]
         given = (user_call, layout.unravel(start.clone()))
         try:
@@ -38,18 +39,19 @@ def run_foreign(solver: Callable[..., Any], user_call: Call | None, start: Tenso
                 "solver changed the .grad of a parameter of the function, which would corrupt its gradient: use "
                 "torch.autograd.grad(value, y) inside the solver instead of .backward()."
             )
-    expected = layout.unravel(start)
-    leaves, spec = pytree.tree_flatten(y)
-    if spec != layout.spec or not all(isinstance(leaf, Tensor) for leaf in leaves):
+    expected, found = layout.unravel(start), batch.leaves(y)
+    same = isinstance(y, Tensor) if layout.spec.is_leaf() else pytree.tree_structure(y) == layout.spec
+    if not same or not all(isinstance(leaf, Tensor) for leaf in found):
         got = type(y).__name__
         raise TypeError(f"solver must return y as tensors in the structure of y0, got {got}.")
-    for leaf, like in zip(leaves, pytree.tree_leaves(expected), strict=True):
+    for leaf, like in zip(found, batch.leaves(expected), strict=True):
         if leaf.shape != like.shape or leaf.dtype != like.dtype or leaf.device != like.device:
             raise ValueError(
                 f"solver must return y like y0 ({tuple(like.shape)}, {like.dtype}, {like.device}), got "
                 f"({tuple(leaf.shape)}, {leaf.dtype}, {leaf.device})."
             )
     flat = layout.ravel(y).detach()
-    if len(flat) and not bool(batch.finite(flat).any()):
+    # One number first, as the test of all of them takes three operations.
+    if len(flat) and not math.isfinite(flat.sum()) and not bool(batch.finite(flat).any()):
         raise ValueError("solver must return finite numbers, got NaN or infinity in every sample.")
     return flat.clone()

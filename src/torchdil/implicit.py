@@ -126,23 +126,27 @@ class Condition:
     def solve_at_once(self, operator: Operator, rhs: Tensor, boundary: list[Tensor]) -> tuple[Tensor | None, ...] | None:
         """-gᵀ ∂F/∂t for each t of the boundary, Jᵀ g = rhs, by one function; None without one, or in trouble."""
         source, F, solver = operator.source, operator.watched, self.linear_solver
-        if source is None or F is None or source.due or self.on_failure in ("zero", "nan"):
-            return None
-        if not (rhs.numel() and source.pulls):
+        if (
+            source is None
+            or F is None
+            or source.due
+            or self.on_failure in ("zero", "nan")
+            or not (rhs.numel() and source.pulls)
+        ):
             return None
         at_once = solver.at_once(operator, True, source.expected(solver.settings))
         if at_once is None:
             return None
 
-        def routine(product: Any, pull: Any, rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
-            x, good, steps, *noted = at_once.routine(product, rhs, F)
+        def routine(product: Any, pull: Any, rhs: Tensor, F: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
+            x, good, steps, *noted = at_once.routine(product, rhs, F, *known)
             told = torch.stack(((good & in_range(rhs)).all().long(), steps.amax()))  # one tensor, to wait for it once
             return *pull(-x), told, batch.norm(x), steps, *noted
 
         with torch.no_grad(), no_tangents(), full_precision(rhs):
             rhs = rhs.detach()
             try:
-                found = source.run((True, "pull"), ("solve", at_once.key), routine, (rhs, F))
+                found = source.run((True, "pull"), ("solve", at_once.key), routine, (rhs, F, *at_once.known))
             except RuntimeError:  # out of memory, for example: step by step takes less
                 return None
             count = source.pull_count
@@ -158,8 +162,8 @@ class Condition:
     def _solve(self, operator: Operator, transpose: bool, rhs: Tensor) -> Result:
         """What the linear solver gives, converged only where one product more confirms it."""
         value, status, stats = self.linear_solver.solve(operator, rhs, transpose=transpose)
-        # The residual that a solver keeps by recurrence drifts from the true one in low precision, and knows nothing of a
-        # function that mixes samples, nor of a trace that is out of date. One product, now and then of autograd, tells.
+        # What a solver keeps by recurrence drifts from the true residual, and knows nothing of a function that mixes samples,
+        # nor of a trace that is out of date. One product, now and then of autograd, tells.
         trusted = operator.source is not None and operator.traced and not operator.source.due
         if not stats.verified or operator.traced:
             remainder = rhs - operator.product(transpose, "auto" if trusted else "backward")(value)
@@ -184,11 +188,11 @@ class Point:
     Attributes:
         F: F(y), (B, n).
         operator: J at y, on that graph.
-        is_minimum: whether it was seen that J has no negative curvature.
+        good: whether y was seen to be a solution in all samples, a minimum where that is asked for.
     """
 
     def __init__(self, condition: Condition, y: Tensor):
-        self.condition, self.y, self.is_minimum = condition, y, False
+        self.condition, self.y, self.good = condition, y, False
         with torch.enable_grad(), plain_saving():
             leaf, self.F, self._boundary, self._hidden = _evaluate(condition, y)
         primal = fwd.unpack_dual(self.F).primal if tangents_active() else self.F

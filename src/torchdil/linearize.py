@@ -45,6 +45,8 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default}
 # Their results are nobody else's.
 _FRESH = {mm, aten.mm.default, aten.addmm.default, aten.addmm_.default}
 
+_BY_ONE = {aten.pow.Tensor_Scalar, aten.mul.Scalar}  # nothing, where their second argument is 1
+
 Coefficient = float | fx.Node
 
 
@@ -136,6 +138,10 @@ def _deal(node: fx.Node, prelude: _Prelude, parts: list[_Part]) -> None:
         if any(source in part.terms for source in node.all_input_nodes):
             part.take(node, target)
             return
+    source: Any = node.args[0] if node.args else None
+    if target in _BY_ONE and node.args[1] == 1.0 and _like(source, node):
+        prelude.known[node] = prelude.known[source]  # as derivatives of powers have it
+        return
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), prelude.known.__getitem__)
     prelude.known[node] = prelude.call(aten.reshape.default if target in _VIEWS else target, *args, **kwargs)
 

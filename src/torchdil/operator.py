@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from torchdil import batch
 from torchdil.graph import partial_derivatives, rows_by_autograd
 from torchdil.linearize import split
 from torchdil.traced import Source, TracedJacobian
@@ -65,6 +65,7 @@ class Operator:
             these do not take part in row by row.
         versions: of the tensors among these arguments, when F was evaluated.
         memo: what such a solver has worked out at this point, for its next solve.
+        factors: J and its Cholesky factor, (B, n, n) each, where the forward pass has worked them out by a trace.
         source: where F comes from, if it may be traced.
         sure: whether to make products by autograd only, whatever is traced.
     """
@@ -87,6 +88,7 @@ class Operator:
         self.bound: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
         self.versions: list[tuple[Tensor, int]] = []
         self.memo: dict[Hashable, Any] = {}
+        self.factors: tuple[Tensor, ...] = ()
         self.source: Source | None = None
         self.sure = False
         self._graph = graph
@@ -156,7 +158,7 @@ class Operator:
         if self.source is None or not self.source.used:
             return False
         self.source.forget()
-        self.source = None
+        self.source, self.factors = None, ()
         self._made.clear()
         return True
 
@@ -189,7 +191,7 @@ class Operator:
     @property
     def dense_chunk(self) -> int:
         """How many rows of J are made at once."""
-        tensors = () if self.bound is None else pytree.tree_leaves(self.bound[1])
+        tensors = [] if self.bound is None else batch.leaves(self.bound[1])
         weights = sum(t.numel() for t in tensors if isinstance(t, Tensor))
         return max(1, min(_DENSE_ROWS, _DENSE_CHUNK // max(1, self.y.numel(), weights)))
 

@@ -25,9 +25,12 @@ _ROUNDINGS = 4
 
 
 def natural_change(y: Tensor, start: Tensor | None, length: Callable[[Tensor], Tensor] = batch.length) -> Tensor:
-    """What F is to be small against the effect of, (B, n): y or its way from the start, whichever is longer; 1 if both are 0."""
-    change = y if start is None else batch.select(length(y - start) > length(y), y - start, y)
-    return batch.select(length(change) > 0, change, torch.ones_like(change))
+    """The change of y whose effect F is to be small against, (B, n): y or its way from the start; 1 if both are 0."""
+    change = y
+    if start is not None:
+        way = y - start
+        change = batch.select(length(way) > length(y), way, y)
+    return batch.select((change != 0).any(dim=1), change, torch.ones_like(change))
 
 
 class Statement(ABC):

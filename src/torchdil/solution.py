@@ -6,11 +6,12 @@ the answers are from the exact ones, from what the backward solve has seen of J 
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -195,10 +196,13 @@ class Report:
     def outcome(self, status: Tensor, stats: Stats) -> Outcome:
         """A finished solve in the user's batch shape, () for one problem; flat under `vmap`, where there are more samples."""
         shape = self._batch_shape
-        if shape is None or status.numel() != shape.numel():
+        if shape is None or status.shape == shape or status.numel() != shape.numel():
             return Outcome(status, stats)
-        shaped = {f.name: getattr(stats, f.name) for f in fields(stats) if isinstance(getattr(stats, f.name), Tensor)}
-        return Outcome(status.reshape(shape), replace(stats, **{name: t.reshape(shape) for name, t in shaped.items()}))
+        stats = copy.copy(stats)
+        for name, value in vars(stats).items():
+            if isinstance(value, Tensor):
+                setattr(stats, name, value.reshape(shape))
+        return Outcome(status.reshape(shape), stats)
 
     @property
     def ritz(self) -> tuple[Tensor, Tensor] | None:

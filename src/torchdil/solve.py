@@ -6,9 +6,10 @@ y changes by its own size, or by the way it came from y0. That does not depend o
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,13 +21,13 @@ from torchdil.arguments import warn_of_no_gradient
 from torchdil.batch import Layout, map_tensors
 from torchdil.diagnosis import diagnose
 from torchdil.foreign import run_foreign
+from torchdil.glance import glance
 from torchdil.implicit import Condition, Point
 from torchdil.linear import Auto, LinearSolver
-from torchdil.linear.curvature import look_at_once, negative_curvature
-from torchdil.linear.units import in_range
+from torchdil.linear.curvature import negative_curvature
 from torchdil.live import showing
 from torchdil.modes import full_precision, no_tangents, observed_by, observer, plain_saving, tangents_active, transforms_active
-from torchdil.problem import Call, Problem, Statement, as_called, call_with, natural_change, parameters_of, without_backward
+from torchdil.problem import Call, Problem, Statement, as_called, call_with, parameters_of, without_backward
 from torchdil.slope import look_once
 from torchdil.solution import Report, Result, Solution, Stats, Status, handle_failure
 from torchdil.solvers.base import Solver
@@ -132,7 +133,7 @@ class Setting:
                 return self.attached(*map_tensors(lambda t: t.clone() if t.is_inference() else t, (y0, args)))
         if not (torch.is_grad_enabled() or tangents_active() or transforms_active()):
             args = map_tensors(Tensor.detach, args)  # a view of a leaf that was made without grad says that it requires grad
-        first = pytree.tree_leaves(y0)[0]
+        first = batch.leaves(y0)[0]
         args = _cast_up(args, first)
         with full_precision(first):
             watching = observer.get()
@@ -166,14 +167,14 @@ class Setting:
         problem = self.problem(residual, lambda y: statement.objective(call, y, args))
         problem.bound = call, args
         condition = self.condition(residual, problem)
-        condition.tensors = tuple(t for t in pytree.tree_leaves(args) if isinstance(t, Tensor))
+        condition.tensors = tuple(t for t in batch.leaves(args) if isinstance(t, Tensor))
         condition.function = (self.function, args)
         condition.parts = (self.function, args, statement)
         condition.replay = lambda y: statement.residual(replay, y, args)
         condition.bound = replay, args
         with plain_saving(), showing():
             result, point = self.find(problem, condition, start, functools.partial(_bind, call, args))
-        if bool((result.status != Status.converged).any()):
+        if not point.good and bool((result.status != Status.converged).any()):
             if self.on_failure in ("raise", "warn"):
                 result.stats.diagnosis = diagnose(problem, start, result, args, type(self.solver).__name__)
         elif watching is None and statement.box(start) is None:  # in a box, what must vanish has kinks of its own
@@ -181,8 +182,7 @@ class Setting:
         condition.failed = self.conclude(result)
         if watching is not None and (replaced := watching.found(self, problem, start, result)) is not None:
             return replaced
-        lost = result.status == Status.non_finite
-        if self.on_failure == "zero" and bool(lost.any()):
+        if self.on_failure == "zero" and bool((lost := result.status == Status.non_finite).any()):
             # Their gradient is zero, but zero times a derivative at infinity would be NaN, in parameters shared with others.
             point = Point(condition, batch.select(lost, start.nan_to_num(0.0, 0.0, 0.0), result.value))
             point.y = result.value
@@ -237,6 +237,12 @@ class Setting:
         return implicit(start, *operands)
 
     @property
+    def looks(self) -> bool:
+        """Whether curvature is looked at after the solver, which has not seen to it."""
+        sees = isinstance(self.solver, Solver) and self.solver.sees_curvature
+        return self.statement.has_objective and not sees
+
+    @property
     def is_symmetric(self) -> bool:
         return self.statement.symmetric if self.symmetric is None else self.symmetric
 
@@ -274,9 +280,9 @@ class Setting:
         if not isinstance(solver, Solver):
             y = start if solver is None else run_foreign(solver, user_call, start, self.layout, first)
             point = Point(condition, y)
-            zeros = torch.zeros_like(batch.norm(y))
             name = "given" if solver is None else getattr(solver, "__name__", type(solver).__name__)
-            result = Result(y, torch.zeros_like(zeros, dtype=torch.long), Stats(name, zeros.long(), zeros, zeros))
+            status, steps = (torch.zeros(len(y), dtype=torch.long, device=y.device) for _ in range(2))
+            result = Result(y, status, Stats(name, steps, y.new_zeros(len(y)), y.new_zeros(len(y))))
             # Foreign solvers stop at tolerances of their own: ask for half the digits.
             judged = self.judge(result, point, start if solver is not None else None, batch.default_rtol(y.dtype) ** 0.5, 0.0)
             return self.curved(judged, point), point
@@ -315,8 +321,10 @@ class Setting:
         with torch.no_grad(), no_tangents():
             y, F = result.value, point.F.detach()
             status, size = result.status, self.statement.quick_size(y, start)
-            if size is None and (found := self.glance(result, point, start, rtol, atol)) is not None:
-                return found
+            if size is None and (good := glance(point, status, start, rtol, atol, self.looks)) is not None:
+                stats = self.told(result.stats, good.residual, good.norm)
+                stats.tolerance = good.tolerance
+                return Result(y, status, stats)
             residual = batch.length(F)
             stats = self.told(result.stats, residual, batch.length(y))
             if size is not None:
@@ -337,51 +345,16 @@ class Setting:
             status = torch.where(batch.finite(y) & torch.isfinite(residual), status, int(Status.non_finite))
             return Result(y, status, stats)
 
-    def glance(self, result: Result, point: Point, start: Tensor | None, rtol: float, atol: float) -> Result | None:
-        """What `judge` says of an answer that is good in all samples, and whose J has a trace; None: it takes a closer look.
-
-        One function of tensors has the size of F and, for an objective, looks at the curvature, too.
-        """
-        linear, y = point.operator.linear(transpose=True), result.value
-        if linear is None or not y.numel():
-            return None
-        look = look_at_once(point.operator) if self.statement.has_objective and not getattr(self.solver, "sees_curvature", False) else None
-        given = () if start is None else (start,)
-
-        def routine(product: Callable[[Tensor], tuple[Tensor]], status: Tensor, y: Tensor, F: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-            start, tensors = (more[0], more[1:]) if given else (None, more)
-            change = product(natural_change(y, start, batch.norm))[0]
-            size, residual, norm = batch.norm(change), batch.norm(F), batch.norm(y)
-            tolerance = (rtol * size).clamp_min(atol)
-            good = (status == int(Status.converged)) & (residual <= tolerance) & (norm < torch.inf)
-            for vector in (y, F, change, *(() if start is None else (y - start,))):  # whose norms must be theirs
-                good = good & in_range(vector)
-            if look is not None:
-                good = good & look.routine(product, *tensors)
-            return good.all(), residual, tolerance, norm
-
-        key = ("glance", len(given), rtol, atol, None if look is None else look.key)
-        tensors = (result.status, y, point.F.detach(), *given, *(() if look is None else look.tensors))
-        try:
-            good, residual, tolerance, norm = linear.run(key, routine, *tensors)
-        except RuntimeError:  # out of memory, for example: step by step takes less
-            return None
-        if not bool(good):
-            return None
-        point.is_minimum = look is not None
-        stats = self.told(result.stats, residual, norm)
-        stats.tolerance = tolerance
-        return Result(y, result.status, stats)
-
     def told(self, stats: Stats, residual: Tensor, norm: Tensor) -> Stats:
         """The numbers of a solver with those of its answer."""
-        stats = replace(stats, residual=residual, norm=norm)
+        stats = copy.copy(stats)
+        stats.residual, stats.norm = residual, norm
         stats.products, stats.advice = self.calls + stats.products, self.statement.advice
         return stats
 
     def curved(self, result: Result, point: Point, looked: Tensor | None = None) -> Result:
         """The result, `negative_curvature` where what was found is no minimum; `looked`: where that was seen to, (B,)."""
-        if not self.statement.has_objective or point.is_minimum:
+        if not self.statement.has_objective or point.good:
             return result
         met = result.status == Status.converged
         met = met if looked is None else met & ~looked

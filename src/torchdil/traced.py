@@ -80,6 +80,7 @@ class _Trace:
             raise UntraceableError("the function reads tensors that cannot be found")
         self._prelude, parts = halves.prelude, list(halves.parts)
         self._parts: dict[Hashable, Any] = {}
+        self._places: dict[Parts, list[int]] = {}
         if len(parts) > (1 if symmetric else 2):
             self._parts["pull"] = parts.pop()
             add_in_place(self._parts["pull"])
@@ -98,7 +99,9 @@ class _Trace:
     ) -> Callable[..., tuple[Tensor, ...]]:
         """The function `*tensors -> routine(*functions, *tensors)` with the linear functions of those parts."""
         count, linear = len(tensors), [self._parts[part] for part in parts]
-        places = sorted({place for function in linear for place in function.places})
+        if parts not in self._places:
+            self._places[parts] = sorted({place for function in linear for place in function.places})
+        places = self._places[parts]
 
         def plain(*inputs: Tensor) -> tuple[Tensor, ...]:
             at = dict(zip(places, inputs[count:], strict=True))
@@ -145,7 +148,8 @@ class TracedJacobian:
         """J p, (B, n) -> (B, n)."""
         if self._product is None:  # looked up once for all steps of a solve
             with torch.no_grad():
-                self._product = self._source.bound((self._transpose,), "product", lambda product, p: product(p), (p,))
+                given = (p.contiguous(),)
+                self._product = self._source.bound((self._transpose,), "product", lambda product, p: product(p), given)
         return self._product(p.contiguous())[0]
 
     def rows(self, vectors: Tensor) -> Tensor:
@@ -282,12 +286,13 @@ class Source:
     ) -> Callable[..., tuple[Tensor, ...]]:
         """See `_Trace`; after `linear` or `pulls` only, without grad, as what it gives, which takes contiguous tensors."""
         assert self._trace is not None and self._saved is not None
-        return self._trace.bound(parts, key, routine, self._saved, tuple(t.contiguous() for t in tensors))
+        return self._trace.bound(parts, key, routine, self._saved, tensors)
 
     @torch.no_grad()
     def run(self, parts: Parts, key: Hashable, routine: Routine, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """`routine(*functions, *tensors)` with the linear functions of those parts."""
-        return self.bound(parts, key, routine, tensors)(*(t.contiguous() for t in tensors))
+        tensors = tuple(t.contiguous() for t in tensors)
+        return self.bound(parts, key, routine, tensors)(*tensors)
 
     def forget(self) -> None:
         """The trace was wrong: this function is not to be traced again."""

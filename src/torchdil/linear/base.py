@@ -29,14 +29,17 @@ class AtOnce(NamedTuple):
 
     Attributes:
         key: what the function depends on, besides its arguments.
-        routine: `(product, rhs, F) -> (x, good, steps, residual, tolerance, *noted)`, where `product(p)` is a tuple of one and
-            `good`, (B,), says which samples were solved without any trouble, their true residual being below the tolerance.
+        routine: `(product, rhs, F, *known) -> (x, good, steps, residual, tolerance, *noted)`, where `product(p)` is a tuple of
+            one and `good`, (B,), says which samples were solved without any trouble, their true residual being below the
+            tolerance.
         stats: `(steps, residual, tolerance, *noted) -> Stats`, where all samples are good.
+        known: what the forward pass has worked out for it.
     """
 
     key: Hashable
     routine: Callable[..., tuple[Tensor, ...]]
     stats: Callable[..., Stats]
+    known: tuple[Tensor, ...] = ()
 
     def finished(self, norm: Tensor, damping: float, steps: Tensor, *found: Tensor) -> tuple[Tensor, Stats]:
         """Status and numbers, ‖x‖ and the damping among them."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchdil.linear.auto import direct_pays
 from torchdil.linear.cg import CG
-from torchdil.linear.dense import columns
+from torchdil.linear.dense import factorised
 from torchdil.operator import Operator
 from torchdil.solution import Status
 
@@ -48,38 +48,36 @@ class Look(NamedTuple):
 
     Attributes:
         key: what the function depends on, besides its arguments.
-        routine: `(product, *tensors) -> (B,)`: which samples surely have no negative curvature, as far as `negative_curvature`
-            would see it.
+        routine: `(product, p, *tensors) -> (J p, good, *factors)`, where `product(p)` is a tuple of one and `good`, (B,), says
+            which samples have no negative curvature, as far as `negative_curvature` sees it.
         tensors: its arguments.
     """
 
     key: Hashable
-    routine: Callable[..., Tensor]
-    tensors: tuple[Tensor, ...]
+    routine: Callable[..., tuple[Tensor, ...]]
+    tensors: tuple[Tensor, ...] = ()
 
 
 def look_at_once(operator: Operator) -> Look | None:
-    """How to look with a traced J; None where it cannot be so."""
+    """How to look with a traced J; None where it cannot be so. A direct look leaves the factors of J for `Dense`."""
     if operator.source is None or operator.y.dtype not in (torch.float32, torch.float64):
         return None
     if _directly(operator):
-
-        def factorised(product: Callable[[Tensor], tuple[Tensor]], y: Tensor) -> Tensor:
-            return torch.linalg.cholesky_ex(columns(product, y))[1] == 0
-
-        return Look("factorised", factorised, (operator.y,)) if operator.shape[1] <= operator.dense_chunk else None
+        return Look("factorised", factorised) if operator.shape[1] <= operator.dense_chunk else None
     cg, count = _cg(operator), operator.source.expected(_PROBE)
 
-    def probed(product: Callable[[Tensor], tuple[Tensor]], probe: Tensor) -> Tensor:
+    def probed(product: Callable[[Tensor], tuple[Tensor]], p: Tensor, probe: Tensor) -> tuple[Tensor, ...]:
         tolerance = cg.tolerance(probe)
         _, noted, positive, *_ = cg.steps_at_once(count, product, probe, tolerance, probe)
-        return positive if count == _PROBE_STEPS else positive & (noted[-1, 0] <= tolerance)
+        met = noted[-1, 0] <= tolerance
+        return product(p)[0], positive if count == _PROBE_STEPS else positive & met
 
     return Look((_PROBE, count), probed, (_probe(operator),)) if count else None
 
 
 def _directly(operator: Operator) -> bool:
-    return direct_pays(*operator.shape, beside_cg=operator.y.device.type == "cpu")
+    samples, n = operator.shape
+    return direct_pays(samples, n, beside_cg=operator.y.device.type == "cpu")
 
 
 def _cg(operator: Operator) -> CG:

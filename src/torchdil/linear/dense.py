@@ -39,11 +39,13 @@ class Dense(LinearSolver):
         if operator.dense_chunk < n or y.dtype not in (torch.float32, torch.float64):
             return None
 
-        def routine(product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
-            A = columns(product, rhs)
+        known = operator.factors if symmetric and not self.damping else ()
+
+        def routine(product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, F: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
+            A, *factor = known or (columns(product, rhs),)
             if self.damping:
                 torch.diagonal(A, dim1=1, dim2=2).add_(self.damping)
-            x, residual, tolerance, good = self._easily(A, rhs, symmetric, _rank_floor(n, rhs.dtype))
+            x, residual, tolerance, good = self._easily(A, rhs, symmetric, _rank_floor(n, rhs.dtype), *factor)
             return x, good, (tolerance > 0).long(), residual, tolerance, A, rhs, x, F
 
         def stats(steps: Tensor, residual: Tensor, tolerance: Tensor, *noted: Tensor) -> Stats:
@@ -51,7 +53,7 @@ class Dense(LinearSolver):
             evidence = Factored(A, rhs, x, watched=F if transpose or symmetric else None)
             return Stats("Dense", steps, residual, tolerance, n, spectrum=Matrix(A, symmetric), evidence=evidence)
 
-        return AtOnce(("Dense", self.damping, self.rtol, self.atol), routine, stats)
+        return AtOnce(("Dense", self.damping, self.rtol, self.atol, len(known)), routine, stats, known)
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         before = operator.products
@@ -104,10 +106,15 @@ class Dense(LinearSolver):
         value = torch.where(whole.unsqueeze(1), x, torch.nan).to(rhs.dtype)
         return Result(value, torch.where(whole, status, int(Status.non_finite)), stats)
 
-    def _easily(self, A: Tensor, b: Tensor, symmetric: bool, floor: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x, its residual, its tolerance, and which samples are far from singular (and positive definite) and solved well."""
+    def _easily(
+        self, A: Tensor, b: Tensor, symmetric: bool, floor: float, L: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x, its residual, its tolerance, and which samples are far from singular (and positive definite) and solved well.
+
+        L: the Cholesky factor of A, if it is known and A positive definite.
+        """
         if symmetric:
-            L, info = torch.linalg.cholesky_ex(A)
+            L, info = torch.linalg.cholesky_ex(A) if L is None else (L, torch.zeros_like(A[:, 0, 0]))
             x = batch.cholesky_solve(b.unsqueeze(2), L).squeeze(2)
             pivots, floor = torch.diagonal(L, dim1=1, dim2=2), floor**0.5  # of their roots
         else:
@@ -131,6 +138,13 @@ class Dense(LinearSolver):
             x, r = batch.select(better, refined, x), batch.select(better, r_refined, r)
         solved = (batch.norm(r) <= tolerance + _rounding(A, b, x)) & batch.finite(x)
         return x, ~solved | (pivots.amin(dim=1) <= _rank_floor(A.shape[1], A.dtype) * pivots.amax(dim=1)), indefinite
+
+
+def factorised(product: Callable[[Tensor], tuple[Tensor]], p: Tensor) -> tuple[Tensor, ...]:
+    """J p, (B, n), where a symmetric J is positive definite, (B,), J and its Cholesky factor, by columns of J."""
+    A = columns(product, p)
+    L, info = torch.linalg.cholesky_ex(A)
+    return (A @ p.unsqueeze(2)).squeeze(2), info == 0, A, L
 
 
 def columns(product: Callable[[Tensor], tuple[Tensor]], like: Tensor) -> Tensor:

@@ -19,13 +19,18 @@ from torchdil.solution import Result, Stats
 _RESIDUAL = 1e-4
 
 
+def squares_within(dtype: torch.dtype) -> tuple[float, float]:
+    """Numbers between these have squares, those of their residuals included."""
+    info = torch.finfo(dtype)
+    return info.tiny**0.5 / _RESIDUAL, _RESIDUAL * info.max**0.5
+
+
 def in_range(rhs: Tensor) -> Tensor:
     """Which samples have squares, those of their residuals included, (B,); zero has, and what is not finite has no other."""
     size = torch.linalg.vector_norm(rhs, torch.inf, dim=1)
     if rhs.dtype == torch.float16:  # where hardly a number would be left
         return torch.ones_like(size, dtype=torch.bool)
-    info = torch.finfo(rhs.dtype)
-    least, most = info.tiny**0.5 / _RESIDUAL, _RESIDUAL * info.max**0.5
+    least, most = squares_within(rhs.dtype)
     return ((size >= least) & (size <= most)) | (size == 0) | ~(size < torch.inf)
 
 
