@@ -249,7 +249,7 @@ def test_a_change_that_only_derivatives_show(kind, _as_before):
         assert off(lambda y, x=x: model(y, x), (x, *model.parameters()), call) <= RTOL
 
 
-def test_what_nothing_shows_is_found_at_the_tenth_solve(tmp_path):
+def test_what_nothing_shows_is_found_within_eighteen_solves(tmp_path):
     """A file, for example."""
     model, wrong = Model(), []
     model.stopped = (tmp_path / "stop").exists
@@ -261,10 +261,10 @@ def test_what_nothing_shows_is_found_at_the_tenth_solve(tmp_path):
             x = draw(call, 3).requires_grad_()
             if off(lambda y, x=x: model(y, x), (x, *model.parameters()), call) > RTOL:
                 wrong.append(call)
-    assert 0 < len(wrong) <= 9 and wrong == list(range(BEFORE, BEFORE + len(wrong)))
+    assert 0 < len(wrong) <= 18 and wrong == list(range(BEFORE, BEFORE + len(wrong)))
     (warning,) = caught
     assert warning.category is dil.ConvergenceWarning
-    assert "up to nine gradients before this one may be wrong" in str(warning.message)
+    assert "up to eighteen gradients before this one may be wrong" in str(warning.message)
 
 
 @pytest.mark.parametrize("unit", [1e-17, 1e-120])

@@ -24,7 +24,7 @@ from benchmarks.peers.compare import RESULTS, solved
 from benchmarks.peers.problems import Problem, problems
 from benchmarks.timing import one_core
 from torchdil import batch, convolve, linearize, matvec, traced
-from torchdil.implicit import Condition
+from torchdil.condition import Condition
 from torchdil.linear import auto, cg
 from torchdil.solution import Report
 

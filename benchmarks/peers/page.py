@@ -77,7 +77,7 @@ of the model that the layer is part of, the losses, counters and optimizers that
 that reads values of tensors (`item()`, `if mask.any()`, `theta[mask]`), or whose modules have backward hooks, is not traced.
 
 That leaves what cannot be seen, a number in a file for example. So F by the trace is compared with F, which was evaluated
-anyway, at every solve; and at the first three solves with a trace and at every tenth the solution of the linear system is
+anyway, at every solve; and at the first three solves with a trace and at one of each ten the solution of the linear system is
 checked by one product of autograd, and gᵀ ∂F/∂θ with a random g. If one of them does not fit, the trace is given up and the
 system is solved again; where solves before this one were not checked, a warning says so.
 `torch.use_deterministic_algorithms(True)`, or a linear solver with `product="backward"`, keeps a layer from being traced:
@@ -116,7 +116,7 @@ _TRIED = (
     ("all columns of J as one batched product, up to 128 unknowns", "columns", "-", ""),
     ("the traced operations compiled: TorchScript on a CPU, CUDA graphs on a GPU", "compiled", "2.2 to 2.8; on a GPU 4", ""),
     ("the whole solve and gᵀ ∂F/∂θ as one function: one launch, one look at its result", "at once", "-", ""),
-    ("a trace checked by autograd at every tenth solve, by its own products in between", "checked now and then", "-", ""),
+    ("a trace checked by autograd at one of ten solves, by its own products in between", "checked now and then", "-", ""),
     ("convolutions by a kernel for few channels, in float64 by torch's matrix products (GPU)", "convolutions", "-", ""),
     ("numbers of a report taken apart when it is read", "reports", "-", ""),
     ("numbers of a step of CG in three kernels in place of thirty (GPU)", "fused", "-", ""),

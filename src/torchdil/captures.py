@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import array
+import contextvars
+import ctypes
 import functools
+import importlib.util
+import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchdil.variables import names_in, reads_in
+from torchdil.variables import imported_by, mentioned, names_in, reads_in
 
 # A closure may reach large objects; the search for tensors in it ends after so many.
 _SEARCH_LIMIT = 20_000
@@ -24,7 +30,10 @@ _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("plain", (int, float, complex, np.number)),
     ("tensor", (Tensor,)),
-    ("unknown", (torch.jit.ScriptModule,)),  # which does not show what it reads
+    # What does not show what it holds.
+    ("unknown", (torch.jit.ScriptModule, types.MappingProxyType, types.GeneratorType, contextvars.ContextVar)),
+    ("unknown", (bytearray, memoryview, array.array, ctypes._SimpleCData, ctypes.Structure, ctypes.Array)),
+    ("weak", (weakref.ref,)),
     ("module", (nn.Module,)),
     ("function", (types.FunctionType,)),
     ("method", (types.MethodType,)),
@@ -36,6 +45,25 @@ _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("structure", (pytree.TreeSpec,)),
 )
 _OF_OTHERS = {"builtins", "torch", "numpy"}
+# What nobody changes while a model is trained, and whose classes are large.
+_LIBRARIES = {*_OF_OTHERS, *sys.stdlib_module_names, "torchdil", "scipy", "lightning", "pytorch_lightning", "transformers"}
+# Methods that are called without their name.
+_OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")
+_UNNAMED = frozenset(f"__{side}{name}__" for side in ("", "r", "i") for name in _OPERATORS) | {
+    *(
+        "__call__",
+        "__getattr__",
+        "__getattribute__",
+        "__getitem__",
+        "__iter__",
+        "__next__",
+        "__len__",
+        "__contains__",
+        "__get__",
+    ),
+    *("__bool__", "__float__", "__int__", "__index__", "__enter__", "__exit__", "__neg__", "__abs__", "__array__"),
+    *("__lt__", "__le__", "__gt__", "__ge__", "__torch_function__"),
+}
 # What every module has, and what does not change what it computes.
 _OF_MODULES = frozenset(nn.Module().__dict__)
 # Where it keeps what it gives as attributes.
@@ -83,14 +111,17 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
 
     Shapes, numbers, the code of functions and the types of objects are in the key; what cannot be looked into is there by its
     identity. Of an object that functions only read attributes of, those count: a method of a model does not depend on the list
-    of losses that the model keeps. None for a function that reaches too many objects, or compiled ones, or modules whose hooks
-    want to see what autograd does.
+    of losses that the model keeps. Of classes and modules that are reached, what has a name that is mentioned anywhere counts.
+    None for a function that reaches too many objects, or things that do not show what they hold, or modules whose hooks want to
+    see what autograd does.
     """
     tensors: list[Tensor] = []
     key: list[Any] = []
     seen: dict[Hashable, int] = {}
     stack = [function]
-    while stack:
+    named: dict[int, tuple[Any, set[str]]] = {}  # dictionaries whose values count by their names, and those that did
+    mentions = set(_UNNAMED)
+    while stack or (stack := _by_name(named, mentions, key)):
         item = stack.pop()
         kind, way = type(item), _way(item.__class__)
         if way == "plain":
@@ -109,10 +140,16 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
                 return None
             tensors.append(item)
             key += (kind, item.shape, item.stride(), item.dtype, item.device, item.requires_grad)
+            if item.__dict__:
+                named[id(item)] = item.__dict__, set()
         elif way == "function":
             key.append(item.__code__)
             if not _of_torch(item):  # whose functions depend on nothing else
-                stack += (*_read(item), *item.__dict__.values())
+                mentions |= mentioned(item.__code__)
+                modules = _imported(item)
+                if None in modules:
+                    return None
+                stack += (*_read(item), *item.__dict__.values(), *modules)
         elif way == "method":
             key.append(kind)
             stack += (item.__func__, *_attributes(item.__self__, _read_of_self(item.__func__)))
@@ -126,6 +163,7 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
             stack.extend(item.__dict__[name] for name in names)
             stack += (*item._parameters.values(), *item._buffers.values(), *item._modules.values())
             stack += (*item._forward_pre_hooks.values(), *item._forward_hooks.values(), *_methods(item, "forward"))
+            named |= {id(base): (vars(base), set()) for base in _own_classes(item.__class__) if id(base) not in named}
         elif way == "dict":
             key += (kind, len(item), *(name if type(name) in _PLAIN else id(name) for name in item))
             stack.extend(item.values())
@@ -135,22 +173,63 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
             stack.extend(part for _, part in parts)
         elif way == "structure":
             key += (kind, repr(item))
+        elif way == "weak":
+            stack.append(item())
         elif way == "unknown":
             return None
-        elif way == "array" and item.size <= _KEY_LIMIT:
+        elif way == "array":
+            if item.size > _KEY_LIMIT:  # too many numbers to look at in each call
+                return None
             key += (kind, item.shape, item.dtype, item.tobytes())
-        elif way == "class" and item.__module__ not in _OF_OTHERS and not item.__module__.startswith("torch."):
-            # A class of the user: its numbers, and what a backward of its own reads.
+        elif way == "class":
             key.append(id(item))
-            functions: tuple[type, ...] = (staticmethod,) if issubclass(item, torch.autograd.Function) else ()
-            read = (part for part in vars(item).values() if type(part) in _PLAIN or isinstance(part, (Tensor, *functions)))
-            stack += (part.__func__ if isinstance(part, staticmethod) else part for part in read)
-        elif way in ("class", "opaque") or (held := _held(item)) is None:
+            for base in _own_classes(item):
+                named.setdefault(id(base), (vars(base), set()))
+                # Its numbers, and what a backward of its own reads.
+                functions: tuple[type, ...] = (staticmethod,) if issubclass(base, torch.autograd.Function) else ()
+                read = (part for part in vars(base).values() if type(part) in _PLAIN or isinstance(part, (Tensor, *functions)))
+                stack += (part.__func__ if isinstance(part, staticmethod) else part for part in read)
+        elif way == "opaque":
+            key.append(id(item))
+            if item.__name__.split(".")[0] not in _LIBRARIES:
+                named.setdefault(id(item), (vars(item), set()))
+        elif (held := _held(item)) is None:
             key += (kind, id(item))
         else:
             key += (kind, *held)
             stack += (*held.values(), *_methods(item, "__call__"))
+            named |= {id(base): (vars(base), set()) for base in _own_classes(item.__class__) if id(base) not in named}
     return tensors, tuple(key)
+
+
+def _by_name(named: dict[int, tuple[Any, set[str]]], names: set[str], key: list[Any]) -> list[Any]:
+    """What these dictionaries hold under these names, and was not asked for before."""
+    found: list[Any] = []
+    for held, known in named.values():
+        new = sorted(names.intersection(held).difference(known))
+        known.update(new)
+        key += new
+        for name in new:
+            value = held[name]
+            if isinstance(value, (staticmethod, classmethod)):
+                value = value.__func__
+            found.append(value.fget if isinstance(value, property) else value)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _own_classes(kind: Hashable) -> tuple[type, ...]:
+    """The class and its bases, those of libraries left out."""
+    return tuple(base for base in cast(type, kind).__mro__ if base.__module__.split(".")[0] not in _LIBRARIES)
+
+
+def _imported(function: types.FunctionType) -> list[Any]:
+    """The modules that a function imports when it is called; None for one that is not known yet."""
+    found: list[Any] = []
+    for name, level in imported_by(function.__code__):
+        full = importlib.util.resolve_name("." * level + name, function.__globals__.get("__package__")) if level else name
+        found.append(sys.modules.get(full))
+    return found
 
 
 @functools.lru_cache(maxsize=1024)

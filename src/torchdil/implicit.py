@@ -17,10 +17,7 @@ Inside `torch.func` transforms there is no such graph to walk; `torchdil.transfo
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,157 +26,11 @@ from torch._C import _functorch as functorch
 from torch.autograd import forward_ad as fwd
 
 from torchdil import batch
+from torchdil.condition import Condition, Residual
 from torchdil.graph import Dependence, dependence, outside, partial_derivatives
-from torchdil.linear.base import LinearSolver
-from torchdil.linear.units import in_range, solve_in_range
 from torchdil.modes import as_in_forward, default_device, full_precision, no_tangents, plain_saving, tangents_active
 from torchdil.operator import Operator
-from torchdil.solution import ConvergenceWarning, Report, Result, Status, handle_failure, mask_failed
 from torchdil.traced import Source
-
-Residual = Callable[[Tensor], Tensor]
-
-_STALE = (
-    "The derivatives of this implicit layer's function have changed while its value has not, by something that is neither a "
-    "tensor nor a number it reads: up to nine gradients before this one may be wrong; to prevent it, give "
-    "linear_solver=Auto(product='backward')."
-)
-
-# How far the true residual may exceed the one that a solver kept by recurrence before the solve counts as failed, or how many
-# roundings it may lie above zero, which no solver in that precision can improve upon.
-_SLACK, _ROUNDINGS = 10.0, 100.0
-
-
-@dataclass
-class Condition:
-    """F(y) = 0 at the solution, and how to solve with its Jacobian.
-
-    Attributes:
-        residual: F, (B, n) -> (B, n); may close over anything.
-        symmetric: whether J = Jᵀ.
-        linear_solver: for Jᵀ g = v and J ẏ = -Ḟ.
-        on_failure: the policy for those solves.
-        report: where the backward solve leaves its numbers.
-        failed: samples whose forward solve failed, (B,).
-        tensors: tensors that `residual` may depend on, as far as known; leaves are found without.
-        function: what `residual` calls; its closure is searched for non-leaf tensors that are not in `tensors`.
-        parts: what `residual` depends on, if its Jacobian may be traced, see `torchdil.traced`.
-        replay: F for derivatives of higher order, evaluated after the forward pass; None: `residual`.
-        bound: see `Operator`.
-        pairs: secant pairs of the forward solver, for preconditioners.
-        key: identifies the function, see `Operator`.
-        argument: the name under which F, which must depend on y, was given; empty: F may be constant.
-    """
-
-    residual: Residual
-    symmetric: bool
-    linear_solver: LinearSolver
-    on_failure: str
-    report: Report
-    failed: Tensor
-    tensors: tuple[Tensor, ...] = ()
-    function: Any = None
-    parts: Any = None
-    replay: Residual | None = None
-    bound: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
-    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    key: Hashable = None
-    argument: str = ""
-
-    def solve(self, operator: Operator, rhs: Tensor, transpose: bool) -> Tensor:
-        """g with Jᵀ g = rhs (or J g = rhs), checked by one more product, under the failure policy; no graph."""
-        with torch.no_grad(), no_tangents(), full_precision(rhs):
-            rhs = rhs.detach()
-            if operator.source is not None:
-                operator.source.solved()
-            solve, atol, stale = partial(self._solve, operator, transpose), self.linear_solver.atol, False
-            try:
-                value, status, stats = solve_in_range(solve, rhs, atol)
-                doubtful = bool((status != int(Status.converged)).any())
-                stale = doubtful and operator.stale(value, transpose)
-            except RuntimeError:
-                if not operator.traced:
-                    raise
-                doubtful = True
-            if doubtful and self.give_up(operator, stale):  # with true products, to be sure
-                value, status, stats = solve_in_range(solve, rhs, atol)
-                doubtful = bool((status != int(Status.converged)).any())
-            if not doubtful:
-                self.report.backward = self.report.outcome(status, stats)
-                if operator.source is not None and len(rhs):
-                    operator.source.took(self.linear_solver.settings, stats.steps, stats.products * rhs.numel())
-                # Another tensor than the one that the report keeps: it may get a graph, which leads back to the report.
-                return mask_failed(value.detach(), self.failed, self.on_failure)
-            status = torch.where(batch.finite(rhs), status, int(Status.non_finite))
-            stats.causes.append((f"{'gradients' if transpose else 'tangents'} that are not finite came in", ~batch.finite(rhs)))
-            self.report.backward = self.report.outcome(status, stats)
-            failed = handle_failure("backward" if transpose else "tangent", self.report.backward, self.on_failure, self.report)
-            value = batch.select(status == Status.non_finite, torch.full_like(value, float("nan")), value)
-            return mask_failed(value, failed.reshape(-1) | self.failed, self.on_failure)
-
-    def give_up(self, operator: Operator, stale: bool) -> bool:
-        """Give up the trace of J, if there is one; `stale`: solves before this one have relied on it."""
-        if stale and self.on_failure in ("raise", "warn"):
-            warnings.warn(_STALE, ConvergenceWarning, stacklevel=3)
-        return operator.distrust()
-
-    def solve_at_once(self, operator: Operator, rhs: Tensor, boundary: list[Tensor]) -> tuple[Tensor | None, ...] | None:
-        """-gᵀ ∂F/∂t for each t of the boundary, Jᵀ g = rhs, by one function; None without one, or in trouble."""
-        source, F, solver = operator.source, operator.watched, self.linear_solver
-        if (
-            source is None
-            or F is None
-            or source.due
-            or self.on_failure in ("zero", "nan")
-            or not (rhs.numel() and source.pulls)
-        ):
-            return None
-        at_once = solver.at_once(operator, True, source.expected(solver.settings))
-        if at_once is None:
-            return None
-
-        def routine(product: Any, pull: Any, rhs: Tensor, F: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
-            x, good, steps, *noted = at_once.routine(product, rhs, F, *known)
-            told = torch.stack(((good & in_range(rhs)).all().long(), steps.amax()))  # one tensor, to wait for it once
-            return *pull(-x), told, batch.norm(x), steps, *noted
-
-        with torch.no_grad(), no_tangents(), full_precision(rhs):
-            rhs = rhs.detach()
-            try:
-                found = source.run((True, "pull"), ("solve", at_once.key), routine, (rhs, F, *at_once.known))
-            except RuntimeError:  # out of memory, for example: step by step takes less
-                return None
-            count = source.pull_count
-            grads, (told, norm, *rest) = source.pulled(found[:count], boundary), found[count:]
-            solved, steps = told.tolist()
-            if grads is None or not solved:
-                return None
-            source.solved()
-            source.took(solver.settings, steps, 0)
-            self.report.backward_by(partial(at_once.finished, norm, solver.damping, *rest))
-            return grads
-
-    def _solve(self, operator: Operator, transpose: bool, rhs: Tensor) -> Result:
-        """What the linear solver gives, converged only where one product more confirms it."""
-        value, status, stats = self.linear_solver.solve(operator, rhs, transpose=transpose)
-        # What a solver keeps by recurrence drifts from the true residual, and knows nothing of a function that mixes samples,
-        # nor of a trace that is out of date. One product, now and then of autograd, tells.
-        trusted = operator.source is not None and operator.traced and not operator.source.due
-        if not stats.verified or operator.traced:
-            remainder = rhs - operator.product(transpose, "auto" if trusted else "backward")(value)
-            if self.linear_solver.damping:
-                remainder -= self.linear_solver.damping * value
-            stats.residual, stats.products = batch.norm(remainder), stats.products + 1
-        stats.norm, stats.damping = batch.norm(value), self.linear_solver.damping
-        # A difference, for infinite is not small: right-hand sides near the end of the dtype have no norm.
-        missed = (status == Status.converged) & ~(stats.residual.sub(stats.tolerance, alpha=_SLACK) <= 0)
-        if bool(missed.any()):
-            if stats.spectrum is not None:
-                attainable = _ROUNDINGS * torch.finfo(rhs.dtype).eps * stats.spectrum.extremes()[1].abs() * stats.norm
-                missed = missed & ~(stats.residual <= attainable)
-            status = torch.where(missed, int(Status.stagnated), status)
-            status = torch.where(missed & ~torch.isfinite(stats.residual), int(Status.non_finite), status)
-        return Result(value, status, stats)
 
 
 class Point:

@@ -118,6 +118,7 @@ class Stats:
         verified: whether `residual` is the true one, by a product with J, and not a recurrence's.
         advice: what to change if the solve got stuck; empty: what the status says.
         diagnosis: why the solve failed and what to change, where that was seen of the function; comes before `advice`.
+        indefinite: where a symmetric J was found to have negative curvature, though the solve went on, (B,).
         causes: why samples failed, where the problem knows better than the status: a sentence's part and its samples, (B,).
     """
 
@@ -135,6 +136,7 @@ class Stats:
     verified: bool = False
     advice: str = ""
     diagnosis: str = ""
+    indefinite: Tensor | None = None
     causes: list[tuple[str, Tensor]] = field(default_factory=list)
 
 
@@ -243,9 +245,6 @@ class Report:
         return plot_report(self)
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         first, second = _describe(self.forward), _describe(self.backward)
         rows = [(key, first.get(key, "-"), second.get(key, "-")) for key in _ROWS]
         if self.ritz is not None:

@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 from torchdil import batch, modes
 from torchdil.arguments import warn_of_no_gradient
 from torchdil.batch import Layout, map_tensors
+from torchdil.condition import Condition
 from torchdil.diagnosis import diagnose
 from torchdil.foreign import run_foreign
 from torchdil.glance import glance
-from torchdil.implicit import Condition, Point
+from torchdil.implicit import Point
 from torchdil.linear import Auto, LinearSolver
 from torchdil.linear.curvature import negative_curvature
 from torchdil.live import showing
@@ -48,6 +49,9 @@ class Observer(Protocol):
 
     def missed(self) -> None:
         """A solve under `torch.func`, which cannot be watched."""
+
+    def stepped(self, ends: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Adaptive steps were taken, which end so long after t[0]; the ends and rows to go on with."""
 
     def found(self, setting: Setting, problem: Problem, start: Tensor, result: Result) -> Tensor | None:
         """A solve has ended; a tensor is returned in place of the attached y."""
@@ -191,8 +195,7 @@ class Setting:
     def transformed(self, y0: Any, args: tuple[Any, ...]) -> Tensor:
         """y (B, n), found and attached under torch.func."""
         statement = self.statement
-        named = parameters_of(self.function)
-        leaves, spec = pytree.tree_flatten((named, args))
+        leaves, spec = pytree.tree_flatten((parameters_of(self.function), args))
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         device = modes.default_device()  # torch.func calls functions of autograd without it
 
@@ -239,8 +242,7 @@ class Setting:
     @property
     def looks(self) -> bool:
         """Whether curvature is looked at after the solver, which has not seen to it."""
-        sees = isinstance(self.solver, Solver) and self.solver.sees_curvature
-        return self.statement.has_objective and not sees
+        return self.statement.has_objective and not (isinstance(self.solver, Solver) and self.solver.sees_curvature)
 
     @property
     def is_symmetric(self) -> bool:
@@ -270,6 +272,7 @@ class Setting:
             failed=_NONE,
             key=problem.key,
             argument="" if self.statement.has_objective else self.statement.argument,
+            minimum=self.statement.has_objective,
             bound=problem.bound,
         )
 

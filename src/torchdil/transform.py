@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad as fwd
 
-from torchdil.implicit import Condition
+from torchdil.condition import Condition
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import no_tangents, tangents_active
 from torchdil.operator import Operator

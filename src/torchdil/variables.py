@@ -49,3 +49,24 @@ def names_in(code: types.CodeType) -> list[str]:
     """The names that a function looks up, functions defined inside it included."""
     inside = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in names_in(constant)]
     return [*code.co_names, *inside]
+
+
+@functools.lru_cache(maxsize=4096)
+def mentioned(code: types.CodeType) -> frozenset[str]:
+    """The names that a function looks up anywhere, attributes included, and strings that may be such names, as of `getattr`."""
+    strings = (constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier())
+    inside = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset().union(code.co_names, strings, *map(mentioned, inside))
+
+
+@functools.lru_cache(maxsize=4096)
+def imported_by(code: types.CodeType) -> list[tuple[str, int]]:
+    """The modules that a function imports when it is called, with the level of relative imports."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    found = []
+    for place, step in enumerate(steps):
+        if step.opname == "IMPORT_NAME":
+            level = steps[place - 2].argval  # pushed before the names that are imported from the module
+            found.append((step.argval, level if isinstance(level, int) else 0))
+    inside = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return [*found, *(one for code in inside for one in imported_by(code))]

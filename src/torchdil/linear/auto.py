@@ -80,9 +80,13 @@ class Auto(LinearSolver):
             return result
         # The others have nothing left to solve, and are done at step 0.
         rest, reached = (torch.where(failed.unsqueeze(1), a, 0.0) for a in (rhs, result.value))
-        return combine(result, second.solve(operator, rest, reached, transpose=transpose), failed)
+        combined = combine(result, second.solve(operator, rest, reached, transpose=transpose), failed)
+        combined.stats.indefinite = result.status == Status.negative_curvature
+        return combined
 
     def _directly(self, operator: Operator) -> bool:
+        if operator.factors and not self.damping:
+            return True
         samples, n = operator.shape
         beside_cg = operator.symmetric and operator.y.device.type == "cpu"
         return direct_pays(samples, n, beside_cg) if self.dense_below is None else n <= self.dense_below

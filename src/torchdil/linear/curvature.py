@@ -14,8 +14,9 @@ from torchdil.linear.dense import factorised
 from torchdil.operator import Operator
 from torchdil.solution import Status
 
-# Steps of Lanczos, from a random start, that look for negative curvature where J is too large to factorise.
-_PROBE_STEPS = 20
+# Steps of Lanczos, from a random start, that look for negative curvature where J is too large to factorise. Few are taken: they
+# end when what is left is less than the part of any direction in that start.
+_PROBE_STEPS = 200
 _PROBE = "probe"
 
 
@@ -86,5 +87,7 @@ def _cg(operator: Operator) -> CG:
 
 
 def _probe(operator: Operator) -> Tensor:
+    # The same for all samples, whose verdict must not depend on their place.
     y = operator.y
-    return torch.randn(y.shape, generator=torch.Generator(y.device).manual_seed(0), dtype=y.dtype, device=y.device)
+    generator = torch.Generator(y.device).manual_seed(0)
+    return torch.randn(y.shape[1], generator=generator, dtype=y.dtype, device=y.device).expand_as(y).contiguous()

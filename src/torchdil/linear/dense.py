@@ -36,10 +36,9 @@ class Dense(LinearSolver):
 
     def at_once(self, operator: Operator, transpose: bool, expected: int) -> AtOnce | None:
         n, y, symmetric = operator.shape[1], operator.y, operator.symmetric
-        if operator.dense_chunk < n or y.dtype not in (torch.float32, torch.float64):
-            return None
-
         known = operator.factors if symmetric and not self.damping else ()
+        if (not known and operator.dense_chunk < n) or y.dtype not in (torch.float32, torch.float64):
+            return None
 
         def routine(product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, F: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
             A, *factor = known or (columns(product, rhs),)
