@@ -9,8 +9,8 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import queue
 import time
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -30,33 +30,43 @@ class Broken(Exception):  # noqa: N818 (planned)
 
 
 class Fault:
-    """An exception that is to be thrown; what a trace is kept under cannot look into `hidden`, a view.
+    """An exception that is to be thrown; what a trace is kept under cannot look into `hidden`, a queue.
 
-    In `hidden["state"]`: where ("forward", at the third call from now, "trace", while it is traced, or ""), the kind of the
-    exception, the calls that are left.
+    In it, alone: where ("forward", at the third call from now, "trace", while it is traced, or ""), the kind of the exception,
+    the calls that are left.
     """
 
     def __init__(self) -> None:
-        self.hidden = types.MappingProxyType({"state": ["", Broken, 0]})
+        self.hidden: queue.SimpleQueue[tuple[str, Any, int]] = queue.SimpleQueue()
+        self.hidden.put(("", Broken, 0))
 
     @property
     def where(self) -> str:
-        return self.hidden["state"][0]
+        return self._change(lambda *state: state)[0]
 
     def __reduce__(self) -> tuple[type[Fault], tuple[()]]:
         return Fault, ()
 
     def plant(self, where: str, kind: Any = Broken) -> None:
-        self.hidden["state"][:] = where, kind, 3
+        self._change(lambda *_: (where, kind, 3))
 
     def met(self) -> None:
         """Throw it if it is time."""
-        state = self.hidden["state"]
-        state[2] -= 1
-        where, kind, left = state
-        if (where == "trace" and getattr(traced._here, "tracing", False)) or (where == "forward" and left <= 0):
-            state[0] = ""
+
+        def next_state(where: str, kind: Any, left: int) -> tuple[str, Any, int]:
+            tracing = getattr(traced._here, "tracing", False)
+            due = (where == "trace" and tracing) or (where == "forward" and left <= 1)
+            return "" if due else where, kind, left - 1
+
+        where, kind, _ = self._change(next_state)
+        if where and not self.where:
             raise kind(f"in the middle of a {where}")
+
+    def _change(self, change: Callable[..., tuple[str, Any, int]]) -> tuple[str, Any, int]:
+        """What it was before."""
+        state = self.hidden.get()
+        self.hidden.put(change(*state))
+        return state
 
 
 class Score(nn.Module):

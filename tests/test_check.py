@@ -316,6 +316,18 @@ def test_of_a_stiff_trajectory_with_adaptive_steps():
     assert not any("no exact solution" in row[2] for row in check.suspects)
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("method", "tolerance"), [("trbdf2", 1e-4), ("radauIIA5", 1e-4), ("kvaerno5", 1e-6)])
+def test_of_adaptive_steps_that_follow_the_inputs(method, tolerance, seed):
+    """The gradient is that on the grid that was chosen, and the differences are made on it, too."""
+    torch.manual_seed(seed)
+    damping = torch.tensor(20.0, dtype=torch.float64, requires_grad=True)
+    node = dil.NeuralODE(lambda t, y: torch.sin(y.flip(-1)) - damping * y, method=method, rtol=tolerance, atol=1e-2 * tolerance)
+    check = dil.check_gradient(node, torch.rand(3, 2, dtype=torch.float64), torch.linspace(0, 1, 5, dtype=torch.float64))
+    assert check.ok and {"forward solve 1", "forward solve 2", "function"} <= check.errors.keys()
+    assert check.errors["function"] < 1e-6
+
+
 def test_times_that_must_ascend_are_moved_by_parts_of_themselves():
     """A step of the size of the last time would put the first ones out of order."""
     t = torch.cat((torch.zeros(1), torch.logspace(-4, 2, 7))).double()

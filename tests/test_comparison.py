@@ -103,7 +103,7 @@ def test_page_is_that_of_the_results():
 def test_page_shows_wrong_gradients_as_such(tiny):
     wrong = copy.deepcopy(tiny)
     wrong["cases"][0]["systems"]["untraced"]["error"] = "wrong gradient, off by 0.3"
-    assert "| wrong gradient, off by 0.3 |" in page.text({"peers": wrong}, {})
+    assert "| wrong gradient, off by 0.3 |" in page.text({"peers": wrong}, EVERYTHING)
     assert page.figure({"peers": tiny}).axes
 
 

@@ -263,6 +263,38 @@ def test_units_of_the_score_do_not_matter(factor):
     assert dil.argmin(score, torch.zeros(3, dtype=torch.float64), solver=dil.LBFGS()).converged
 
 
+ROBUST = {
+    "Huber": lambda r: torch.where(r.abs() < 1, 0.5 * r**2, r.abs() - 0.5),
+    "log cosh": lambda r: r.abs() + torch.nn.functional.softplus(-2 * r.abs()),
+    "pseudo-Huber": lambda r: torch.sqrt(1 + r**2),
+}
+
+
+@pytest.mark.parametrize("linear_solver", [None, dil.CG()], ids=repr)
+@pytest.mark.parametrize("far", [0.0, 10.0, 1e3, 1e6])
+@pytest.mark.parametrize("name", ROBUST)
+def test_newton_comes_from_afar_where_the_hessian_says_nothing(name, far, linear_solver):
+    """The Hessian of a robust loss vanishes far from the data; a root of the slope by bisection is the oracle."""
+    data, loss = draw(7, 5, 3), ROBUST[name]
+    y0 = torch.full((5, 3), far, dtype=torch.float64)
+    solution = dil.argmin(lambda y: loss(y - data).sum(dim=(0, 2)), y0, solver=dil.Newton(linear_solver=linear_solver))
+    assert solution.converged.all() and solution.stats.steps.max() <= 30
+    low, high = data.amin(dim=0), data.amax(dim=0)
+    for _ in range(60):
+        middle = (0.5 * (low + high)).requires_grad_()
+        (slope,) = torch.autograd.grad(loss(middle - data).sum(), middle)
+        low, high = torch.where(slope < 0, middle.detach(), low), torch.where(slope < 0, high, middle.detach())
+    torch.testing.assert_close(solution.value, high, rtol=VALUE, atol=VALUE)
+
+
+def test_a_neighbour_far_away_changes_nothing():
+    data, y0 = draw(7, 2, 3), torch.tensor([[0.1], [1e4]], dtype=torch.float64).expand(2, 3)
+    score = lambda y, data: ROBUST["log cosh"](y - data).sum(dim=(0, 2))  # noqa: E731
+    both, alone = dil.argmin(score, y0, (data,)), dil.argmin(score, y0[:1], (data[:, :1],))
+    assert both.converged.all() and both.stats.steps[0] == alone.stats.steps[0]
+    torch.testing.assert_close(both.value[:1], alone.value, rtol=ROUNDING, atol=ROUNDING)
+
+
 @pytest.mark.parametrize("solver", [dil.LBFGS(), dil.GradientDescent()], ids=repr)
 def test_a_root_is_refused(solver):
     with pytest.raises(ValueError, match=rf"solver={type(solver).__name__}\(\) needs an argmin, got a root"):

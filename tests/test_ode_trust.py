@@ -322,3 +322,21 @@ def test_a_function_that_mixes_samples_is_told_of_at_each_call(method):
     for _ in range(3):
         with pytest.raises(dil.ConvergenceError, match="func mixes samples"):
             odeint(f, y0, line(0, 1, 6), batch_dims=1, method=method, on_failure="raise")
+
+
+@pytest.mark.parametrize("method", ["backward_euler", "radauIIA5"])
+@pytest.mark.parametrize(
+    ("dtype", "exponent"), [(torch.float64, -200), (torch.float64, 200), (torch.float32, -30), (torch.float32, 25)]
+)
+def test_units_of_the_state_do_not_matter(dtype, exponent, method):
+    """The squares of such states are no numbers; the answer is that of states of size one."""
+    unit = 10.0**exponent
+    decay = torch.tensor([[-3.0, 1.0], [0.5, -2.0]], dtype=dtype)
+    found = []
+    for size in (1.0, unit):
+        y0 = (torch.tensor([[1.0, 2.0]], dtype=dtype) * size).requires_grad_()
+        settings = {"method": method, "batch_dims": 1}
+        y = dil.odeint(lambda t, y, u=size: y @ decay.T + y * torch.tanh(y / u), y0, line(0, 1, 6).to(dtype), **settings)
+        (gradient,) = torch.autograd.grad((y[-1] / size).sum(), y0)
+        found.append((y.detach() / size, gradient * size))
+    torch.testing.assert_close(found[1], found[0])

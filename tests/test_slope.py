@@ -118,6 +118,37 @@ def test_low_precision(dtype, seed):
     assert not any("slope" in str(warning.message) for warning in caught)
 
 
+@pytest.mark.parametrize("n", [1, 3, 30])
+@pytest.mark.parametrize("seed", range(8))
+def test_half_precision_inside_goes_by_steps(seed, n):
+    """Its steps are longer than a way that is short in the precision of y: a difference along that says anything."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(n, 32), nn.Tanh(), nn.Linear(32, n))
+    half = nn.Sequential(nn.Linear(n, 32), nn.Tanh(), nn.Linear(32, n)).bfloat16()
+    x = torch.randn(4, n)
+
+    def autocast(y):
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            return y + 0.3 * net(y).float() - x
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = {"batch_dims": 1, "solver": dil.Picard(rtol=1e-2)}
+        dil.root(lambda y: y + 0.3 * half(y.bfloat16()).float() - x, torch.zeros_like(x), **options)
+        dil.root(autocast, torch.zeros_like(x), **options)
+        score = lambda y: ((y - x) ** 2).sum(-1) + 0.3 * half(y.bfloat16()).float().sum(-1)  # noqa: E731
+        dil.argmin(score, torch.zeros_like(x), solver=dil.LBFGS(rtol=1e-2))
+    assert not any("slope" in str(warning.message) for warning in caught)
+
+
+def test_a_score_that_mixes_samples_is_called_that():
+    """The derivative of one sample's score by its own y is not all there is, and no detach() is to blame."""
+    norm = nn.BatchNorm1d(3).double()
+    with pytest.warns(dil.ConvergenceWarning, match="score mixes samples") as caught:
+        argmin(lambda y: ((norm(y) - X) ** 2).sum(-1) + ((y - X) ** 2).sum(-1))
+    assert len(caught) == 1 and "detach" not in str(caught[0].message)
+
+
 def test_a_point_that_the_function_refuses():
     def residual(y):
         if bool((y > 1.5).any()):

@@ -23,12 +23,12 @@ from benchmarks.peers import system_torchdil
 from benchmarks.peers.compare import RESULTS, solved
 from benchmarks.peers.problems import Problem, problems
 from benchmarks.timing import one_core
-from torchdil import batch, convolve, linearize, matvec, traced
+from torchdil import batch, convolve, linearize, matvec, solve, traced
 from torchdil.condition import Condition
 from torchdil.linear import auto, cg
 from torchdil.solution import Report
 
-WARM_UP = 26  # calls until all that is compiled is compiled ...
+WARM_UP = 45  # calls until all that is compiled is compiled ...
 LONG = 20.0  # ... or so many seconds, where it takes long: the last call counts then
 ROUNDS, SECONDS = 7, 0.15
 
@@ -75,8 +75,12 @@ WITHOUT: dict[str, tuple[list[Any], tuple[str, ...]]] = {
     "convolutions": ([patch.object(convolve, "chosen", _torchs)], ("cuda",)),
     "reports": ([patch.object(Report, "backward_by", _at_once)], ("cpu", "cuda")),
     "rows": ([patch.object(batch, "rows", _rows)], ("cpu",)),
+    "glance": ([patch.object(solve, "glance", _never)], ("cpu", "cuda")),
     "matrices": ([patch.object(matvec, "_LARGE", 2**62)], ("cpu",)),
 }
+
+
+BOTH = {"glance"}  # what is gained in the forward pass, too
 
 
 def case(problem: Problem, device: str, rounds: int = ROUNDS) -> dict[str, Any]:
@@ -85,15 +89,15 @@ def case(problem: Problem, device: str, rounds: int = ROUNDS) -> dict[str, Any]:
     names = ["all", *(name for name, (_, where) in WITHOUT.items() if device in where)]
     calls = {name: system_torchdil.calls(problem, found, device) for name in names}
     memories: dict[str, dict[Any, Any]] = {name: {} for name in names}
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}  # of the forward and of the backward pass
 
-    def turn(name: str, count: int) -> list[float]:
+    def turn(name: str, count: int) -> list[tuple[float, float]]:
         with ExitStack() as stack:
             for change in [patch.object(traced, "_memories", memories[name]), *(WITHOUT[name][0] if name in WITHOUT else [])]:
                 stack.enter_context(change)
             began, found = time.perf_counter(), []
             while len(found) < count and time.perf_counter() - began < LONG:
-                found.append(calls[name]()[1])
+                found.append(calls[name]())
             return found
 
     counts = {}
@@ -102,16 +106,18 @@ def case(problem: Problem, device: str, rounds: int = ROUNDS) -> dict[str, Any]:
         if len(warm) < WARM_UP:
             times[name] = warm[-1:]
         else:
-            counts[name] = max(1, min(100, round(SECONDS / max(statistics.median(warm[-5:]), 1e-5))))
+            counts[name] = max(1, min(100, round(SECONDS / max(statistics.median(map(sum, warm[-5:])), 1e-5))))
     for _ in range(rounds):
         for name, count in counts.items():
             times[name] += turn(name, count + 1)[1:]
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    backward = {name: statistics.median(b for _, b in pairs) for name, pairs in times.items()}
+    both = {name: statistics.median(map(sum, pairs)) for name, pairs in times.items()}
+    gains = {name: both[name] / both["all"] if name in BOTH else backward[name] / backward["all"] for name in names[1:]}
     exact = calls["all"].gradient()
     differences = [np.linalg.norm(calls[name].gradient() - exact) / np.linalg.norm(exact) for name in names]
     return {
         "label": problem.label,
-        "gains": {name: round(medians[name] / medians["all"], 3) for name in names[1:]},
+        "gains": {name: round(gain, 3) for name, gain in gains.items()},
         "largest_difference": float(f"{max(differences):.2g}"),
     }
 

@@ -93,6 +93,8 @@ Of one backward pass by CG, the number of steps being nearly the same at all siz
 
 {_short(results)}
 
+{_others(results, others)}
+
 Other comparisons: [neural ODEs](ode-speed.md) with torchdiffeq and diffrax, [Riccati equations](control-speed.md) with SciPy.
 """
 
@@ -119,6 +121,13 @@ _TRIED = (
     ("a trace checked by autograd at one of ten solves, by its own products in between", "checked now and then", "-", ""),
     ("convolutions by a kernel for few channels, in float64 by torch's matrix products (GPU)", "convolutions", "-", ""),
     ("numbers of a report taken apart when it is read", "reports", "-", ""),
+    (
+        "a good answer judged by one function, the size of F and the curvature; its factors of J kept for the backward pass",
+        "glance",
+        "-",
+        "",
+    ),
+    ("whole solves as one function for numbers of steps that come again and again, not for each new one", "", "-", ""),
     ("numbers of a step of CG in three kernels in place of thirty (GPU)", "fused", "-", ""),
     ("numbers of a step of CG as numbers of Python, for one problem on a CPU", "numbers", "-", ""),
     ("batches on a CPU by CG, and not directly, from 2¹⁴ numbers in J on", "few direct", "-", ""),
@@ -141,7 +150,8 @@ def _tried(results: dict[str, Any]) -> str:
         + """
 
 *Measured gain*: the backward pass without it over the backward pass with it, everything else being there, on the problems where
-it makes a difference of 10 % or more (`make bench ARGS="--only ablation"`; of Inductor, the column "torchdil, compiled" above);
+it makes a difference of 10 % or more (`make bench ARGS="--only ablation"`; of Inductor, the column "torchdil, compiled" above;
+of the judged answer, forward and backward pass together, given the solution);
 "-": not measured, or nowhere that much. Below 1: there it costs time."""
     )
 
@@ -164,6 +174,10 @@ def _gains(name: str, results: dict[str, Any]) -> str:
 
 
 def _growth() -> str:
+    return tables.markdown(["where", "layer", "D_y", "time a step ~ D_y^", "memory ~ D_y^"], _growth_rows())
+
+
+def _growth_rows() -> list[list[str]]:
     """Exponents of time a step and memory over D_y, from the records of the experiment `scale`."""
     rows = []
     for line in SCALE.read_text().splitlines():
@@ -184,7 +198,7 @@ def _growth() -> str:
         where = "H200" if config["device"] == "cuda" else "CPU, one thread"
         what = "10⁴ parameters" if config["sweep"] == "unknowns" else "ten parameters for each unknown"
         rows.append([where, what, f"10⁴ to 10{'⁷' if largest == 10**7 else '⁶'}", f"{time:.2f}", f"{memory:.2f}"])
-    return tables.markdown(["where", "layer", "D_y", "time a step ~ D_y^", "memory ~ D_y^"], rows)
+    return rows
 
 
 def _origin(results: dict[str, Any]) -> str:
@@ -334,6 +348,21 @@ def _short(results: dict[str, Any]) -> str:
         " the GPU a solve is one launch, but of some twenty kernels a step, where XLA makes a few."
     )
     return "\n\n".join(blocks)
+
+
+def _others(results: dict[str, Any], others: dict[str, Any]) -> str:
+    """The goals that are no ratio to a peer."""
+    rows = []
+    for name, found in results.items():
+        for ratio in (one["ratios"]["handwritten"]["both"] for one in found["cases"] if "handwritten" in one["ratios"]):
+            what = "forward and backward, given the solution, over code written by hand for the tiny problem"
+            rows.append([WHERE[name], what, "<= 3", tables.short(1 / ratio)])
+    for energy in others["core"]["scale"]:
+        what = f"CG over its products, {energy['energy']}, {energy['unknowns']:,} unknowns"
+        rows.append(["CPU, one thread", what, "<= 1.10", f"{energy['loop_over_products']:.2f}"])
+    for where, layer, unknowns, *exponents in _growth_rows():
+        rows.append([where, f"growth of time and memory with D_y, {unknowns}, {layer}", "<= 1.05", ", ".join(exponents)])
+    return "Goals that are no ratio to a peer:\n\n" + tables.markdown(["where", "what", "goal", "reached"], rows)
 
 
 def figure(results: dict[str, Any]) -> Any:

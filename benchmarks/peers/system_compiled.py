@@ -8,7 +8,7 @@ from benchmarks.peers.problems import Arrays, Problem
 from benchmarks.peers.system_torchdil import Calls, make
 
 PACKAGES = ("torchdil", "torch")
-WARM_UP = 50  # calls until what is run in each of them is compiled
+WARM_UP = 80  # calls until what is run in each of them is compiled
 
 
 def calls(problem: Problem, arrays: Arrays, device: str) -> Calls:

@@ -16,7 +16,7 @@ from torchdil.compiled import CudaGraph
 from torchdil.linearize import split
 
 PACKAGES = ("torchdil", "torch")
-WARM_UP = 14  # calls until the products are traced
+WARM_UP = 40  # calls until the products are traced, and whole solves compiled
 
 
 def make(problem: Problem, solution: Tensor, product: str = "auto") -> Layer:

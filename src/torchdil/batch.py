@@ -157,7 +157,7 @@ def leaves(tree: Any) -> list[Any]:
     """What a nested structure holds."""
     if isinstance(tree, Tensor):  # what most are; torch's own way takes as long as some solves
         return [tree]
-    return [] if tree == () else pytree.tree_leaves(tree)
+    return [] if isinstance(tree, tuple) and not tree else pytree.tree_leaves(tree)
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:

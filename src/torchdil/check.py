@@ -130,7 +130,8 @@ class _Check:
         self.inputs = pytree.tree_map(_fresh, inputs)
         self.state = _State(fn)
         self.generator = torch.Generator("cpu").manual_seed(seed)
-        with observed_by(Watch()):
+        self.grids: list[tuple[Tensor, Tensor]] = []  # of adaptive steps, those of the first call for all
+        with observed_by(Watch(grids=self.grids)):
             outputs = self.outputs()
         self.weights = [self.draw(t) for t in outputs]
         self.tensors = self.leaves()
@@ -140,18 +141,18 @@ class _Check:
         self.rtol = rtol if rtol is not None else 1e-3 if dtype == torch.float64 else 1e-2
 
     def run(self) -> GradientCheck:
-        as_is = Watch()
+        as_is = Watch(grids=self.grids)
         layer = self.gradient(as_is)
         solves = as_is.solves
         everyone = set(range(len(solves)))
-        refined = Watch(refine={k: solve.y for k, solve in enumerate(solves)}, exact=everyone)
+        refined = Watch(refine={k: solve.y for k, solve in enumerate(solves)}, exact=everyone, grids=self.grids)
         exact = self.gradient(refined)
         answers = {k: solve.y for k, solve in enumerate(refined.solves)}
         suspects = {}
         for k in everyone:
             # The layer's own solve among exact ones: what it alone does to the gradient.
-            forward = Watch(refine={j: y for j, y in answers.items() if j != k}, exact=everyone)
-            backward = Watch(refine=answers, exact=everyone - {k})
+            forward = Watch(refine={j: y for j, y in answers.items() if j != k}, exact=everyone, grids=self.grids)
+            backward = Watch(refine=answers, exact=everyone - {k}, grids=self.grids)
             for phase, watch in (("forward", forward), ("backward", backward)):
                 suspects[k, phase] = self.worst(self.gradient(watch), exact)
         unrolled, steps = self.unrolled(solves)
@@ -269,7 +270,7 @@ class _Check:
         """The gradient through the steps of the solvers, and whose steps: their own where possible, else Newton's."""
         names = dict.fromkeys(solve.report.forward.stats.method for solve in solves if solve.report.forward)
         for steps, name in ((own_steps, ", ".join(names)), (newton_steps, "Newton")):
-            watch = Watch(unroll=steps)
+            watch = Watch(unroll=steps, grids=self.grids)
             try:
                 grads = self.gradient(watch)
             except RuntimeError:  # a solver that writes into its memory cannot be differentiated
@@ -284,7 +285,7 @@ class _Check:
         outcome: _Slope | str = ""
 
         def at(step: float) -> float:
-            with torch.no_grad(), observed_by(Watch(refine=answers)):
+            with torch.no_grad(), observed_by(Watch(refine=answers, grids=self.grids)):
                 tensor.copy_(kept + step * direction)
                 return float(self.loss())
 
@@ -330,7 +331,7 @@ class _Check:
         """Whether two calls with the same inputs differ, by more than the rounding of exact solutions."""
         calls = []
         for _ in range(2):
-            with torch.no_grad(), observed_by(Watch(refine=answers)):
+            with torch.no_grad(), observed_by(Watch(refine=answers, grids=self.grids)):
                 calls.append(torch.cat([t.flatten() for t in self.outputs()]))
         first, second = calls
         return not bool((first - second).norm() <= self.eps**0.5 * first.norm())

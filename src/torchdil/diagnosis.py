@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchdil import batch
+from torchdil.probe import direction, is_random, mixes, mixes_samples
 from torchdil.problem import Problem, gradient
-from torchdil.slope import direction, is_slope
+from torchdil.slope import is_slope
 from torchdil.solution import Result, Status
 
 # By how much y has grown if it runs away, and how small the slope of ‖F‖ is where F cannot be made smaller.
@@ -49,7 +50,7 @@ def _cause(problem: Problem, start: Tensor, result: Result, args: Any, solver: s
     F = problem.evaluate(y)
     if not torch.equal(F.nan_to_num(), problem.evaluate(y).nan_to_num()):
         return is_random(name)
-    if _mixes(problem, y, F):
+    if mixes(problem.evaluate, y, F):
         return mixes_samples(name, kind)
     if kind == "argmin" and not is_slope(problem, y):
         return f"the derivative of {name} is not its slope: use no detach(), item() or numpy on the way from y to its value"
@@ -68,22 +69,6 @@ def _cause(problem: Problem, start: Tensor, result: Result, args: Any, solver: s
     return ""
 
 
-def is_random(name: str) -> str:
-    """What to say of such a function."""
-    return f"{name} gives another value each time it is called: switch dropout off with .eval(), or draw the noise outside"
-
-
-def mixes_samples(name: str, kind: str) -> str:
-    """What to say of such a function of a problem of this kind."""
-    ways = {
-        "argmin": "return one score of shape () for all",
-        "plan": "treat each row of x and u alone",
-        "ode": "use batch_dims=0, or index the last axis, y[..., 0]",
-    }
-    whole = ways.get(kind, "use batch_dims=0")
-    return f"{name} mixes samples, which are solved on their own: {whole}, or switch batch normalisation to .eval()"
-
-
 def _not_finite(name: str, start: Tensor, args: Any) -> str:
     if not bool(torch.isfinite(start).all()):
         return "y0 holds NaN or infinity: start elsewhere"
@@ -91,16 +76,6 @@ def _not_finite(name: str, start: Tensor, args: Any) -> str:
     if any(not bool(torch.isfinite(t).all()) for t in tensors):
         return "args hold NaN or infinity: clean them"
     return f"{name} or its derivative is not finite at y0: start elsewhere, or check it there (a root or a logarithm of 0?)"
-
-
-def _mixes(problem: Problem, y: Tensor, F: Tensor) -> bool:
-    """Whether F of the other samples changes when y of the first one does."""
-    if len(y) < 2:
-        return False
-    moved = y.clone()
-    moved[0] += 0.1 * direction(y)[0]
-    change = batch.norm(problem.evaluate(moved) - F)[1:]
-    return bool((change > torch.finfo(y.dtype).eps ** 0.5 * (batch.norm(F) + batch.norm(y))[1:]).any())
 
 
 def _falls(problem: Problem, start: Tensor, y: Tensor, failed: Tensor) -> bool:

@@ -89,7 +89,15 @@ class _Layer(Reporting):
 
     @eager
     def forward(self, x: Any = None, y0: Any = None) -> Any:
-        """y for the input x, attached to the graph."""
+        """y for the input x, attached to the graph.
+
+        Args:
+            x: the second argument of the function: a tensor, or nested; None: the function is called with y alone.
+            y0: where the solver starts, in the structure of y; None: what `init` says. It gets no gradient.
+
+        Returns:
+            y, in the structure of the start.
+        """
         solution = self._solve(self._start(x) if y0 is None else y0, () if x is None else (x,))
         self.report = solution.report
         if isinstance(self.init, LastSolution) and not transforms_active():  # a transform's tensors end with it
@@ -132,6 +140,10 @@ class _Layer(Reporting):
 class ArgminLayer(_Layer):
     """y = argmin_u score(u, x) as a layer.
 
+    Called as `layer(x=None, y0=None)`, it gives y, attached to the graph. x, a tensor or nested, is passed on to `score`;
+    without it `score` is called with y alone. y0 is where the solver starts in this call, in place of `init`; it gets no
+    gradient.
+
     Args:
         score: f(y, x) -> (B,) for B independent problems, or () for one; an `nn.Module` or any callable.
         solver: finds y, as in `argmin`.
@@ -139,6 +151,14 @@ class ArgminLayer(_Layer):
         on_failure: what to do when a solve fails, as in `argmin`.
         init: where to start: a shape per sample (zeros), a callable of x, or `LastSolution(...)`. The samples are the
             first axis of x, whatever its shape: one sample alone is `x[None]`.
+
+    Attributes:
+        function: the score. It and the settings below may be replaced between calls.
+        solver: the solver that was given, or None for the default.
+        linear_solver: the linear solver that was given, or None for the default.
+        init: where to start.
+        on_failure: what to do when a solve fails.
+        report: the `Report` of the last call; None before it.
 
     Example:
         >>> layer = dil.ArgminLayer(lambda y, x: ((y - x) ** 2 + y**4).sum(-1), init=(3,))
@@ -162,6 +182,10 @@ class ArgminLayer(_Layer):
 class RootLayer(_Layer):
     """y with residual(y, x) = 0 as a layer.
 
+    Called as `layer(x=None, y0=None)`, it gives y, attached to the graph. x, a tensor or nested, is passed on to `residual`;
+    without it `residual` is called with y alone. y0 is where the solver starts in this call, in place of `init`; it gets no
+    gradient.
+
     Args:
         residual: F(y, x), of the shapes of y; an `nn.Module` or any callable.
         solver: finds y, as in `root`.
@@ -171,6 +195,15 @@ class RootLayer(_Layer):
             first axis of x, whatever its shape: one sample alone is `x[None]`.
         batch_dims: how many first axes of y number independent problems. 1 as in every layer of torch; 0 where `residual` mixes
             samples.
+
+    Attributes:
+        function: the residual. It and the settings below may be replaced between calls.
+        solver: the solver that was given, or None for the default.
+        linear_solver: the linear solver that was given, or None for the default.
+        init: where to start.
+        batch_dims: how many first axes of y number independent problems.
+        on_failure: what to do when a solve fails.
+        report: the `Report` of the last call; None before it.
 
     Example:
         >>> layer = dil.RootLayer(lambda y, x: y**3 + y - x, init=(3,))
@@ -198,6 +231,10 @@ class RootLayer(_Layer):
 class FixedPointLayer(_Layer):
     """y = g(y, x) as a layer: a deep equilibrium model.
 
+    Called as `layer(x=None, y0=None)`, it gives y, attached to the graph. x, a tensor or nested, is passed on to `g`;
+    without it `g` is called with y alone. y0 is where the solver starts in this call, in place of `init`; it gets no
+    gradient.
+
     Args:
         g: the map, of the shapes of y; an `nn.Module` or any callable.
         solver: finds y, as in `fixed_point`.
@@ -207,6 +244,15 @@ class FixedPointLayer(_Layer):
             first axis of x, whatever its shape: one sample alone is `x[None]`.
         batch_dims: how many first axes of y number independent problems. 1 as in every layer of torch; 0 where `g` mixes
             samples.
+
+    Attributes:
+        function: the map g. It and the settings below may be replaced between calls.
+        solver: the solver that was given, or None for the default.
+        linear_solver: the linear solver that was given, or None for the default.
+        init: where to start.
+        batch_dims: how many first axes of y number independent problems.
+        on_failure: what to do when a solve fails.
+        report: the `Report` of the last call; None before it.
 
     Example:
         >>> layer = dil.FixedPointLayer(lambda y, x: torch.tanh(0.5 * y + x), init=(3,))

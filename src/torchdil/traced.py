@@ -42,8 +42,8 @@ _PATIENCE = 10
 _REMEMBERED = 64
 # So many numbers in the products of a solve make it count for one more: what takes seconds is traced after the first.
 _LARGE = 2**23
-# Of the solves with a trace the first so many are checked by autograd, then one of each so many: not at a fixed distance, as what
-# it is looking for may come and go in turn.
+# Of the solves with a trace the first so many are checked by autograd, then one of each so many: not at a fixed distance, as
+# what it is looking for may come and go in turn.
 _CHECKED_FIRST, _CHECKED_EVERY = 3, 10
 # Tensors that are no part of what a function reads, a constant for example: so many, with so many numbers in all.
 _MADE, _MADE_NUMBERS = 16, 2**10

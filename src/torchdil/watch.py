@@ -47,6 +47,9 @@ class Watch:
         exact: whose backward system is to be solved exactly.
         unroll: how to differentiate through steps instead; None in the end where that failed.
         blind: whether there were solves under torch.func, which cannot be changed.
+        grids: the adaptive steps, those of an earlier run being taken again: the gradient is that on their grid, and a grid
+            that follows the inputs jumps as they move.
+        walks: how many times there were such steps in this run.
     """
 
     refine: dict[int, Tensor] = field(default_factory=dict)
@@ -54,6 +57,8 @@ class Watch:
     unroll: Callable[..., Tensor | None] | None = None
     solves: list[Solve] = field(default_factory=list)
     blind: bool = False
+    grids: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    walks: int = 0
 
     def begins(self, setting: Setting) -> None:
         k = len(self.solves)
@@ -66,6 +71,14 @@ class Watch:
 
     def missed(self) -> None:
         self.blind = True
+
+    def stepped(self, ends: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        k, self.walks = self.walks, self.walks + 1
+        if k == len(self.grids):
+            self.grids.append((ends, rows))
+        # A function that is given other shapes than before is random in its own way.
+        same = [len(rows), *rows.shape[2:]] == [len(self.grids[k][1]), *self.grids[k][1].shape[2:]]
+        return self.grids[k] if same else (ends, rows)
 
     def found(self, setting: Setting, problem: Problem, start: Tensor, result: Result) -> Tensor | None:
         # What rounding leaves is a multiple of the tolerance of the exact solve, which asks for everything.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchdil.linear.base import LinearSolver
-from torchdil.modes import full_precision, no_tangents, plain_saving, transforms_active
+from torchdil.modes import full_precision, no_tangents, observer, plain_saving, transforms_active
 from torchdil.ode.equation import Equation, Options
 from torchdil.ode.fixed import structured_solver
 from torchdil.ode.methods import Method
@@ -47,6 +47,10 @@ def adaptive(
         walk = Walk(equation, method, evaluate, tolerances, options, solver or SimplifiedNewton(), common)
         walk.run()
         ends, rows = walk.path()
+        if (watching := observer.get()) is not None:
+            begin = equation.t[0].double()
+            lengths, rows = watching.stepped(ends - begin, rows)
+            ends = begin + lengths
         grid = torch.cat((equation.t[:1].double().expand(len(ends), 1), ends), dim=1)
         grid = grid[int(walk.accepted.argmax())] if common else grid
     first = equation.t[0].double()

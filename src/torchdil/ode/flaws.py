@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchdil.compiled import memory
-from torchdil.diagnosis import is_random, mixes_samples
 from torchdil.modes import no_tangents, observed_by, plain_saving, transforms_active
 from torchdil.ode.equation import Equation
 from torchdil.ode.field import same, uses_time
 from torchdil.ode.walk import AdaptiveStats
+from torchdil.probe import is_random, mixes_samples
 from torchdil.problem import Problem
 from torchdil.slope import look_once
 from torchdil.solution import Report, Status, handle_failure, mask_failed, user_frame

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from torchdil.batch import map_tensors
 from torchdil.compiled import memory
-from torchdil.diagnosis import is_random
 from torchdil.linear.base import LinearSolver
 from torchdil.live import showing
 from torchdil.modes import eager, full_precision
@@ -26,6 +25,7 @@ from torchdil.ode.flaws import flaw, look_at_slope, tell, unsolved, warn_of_roun
 from torchdil.ode.methods import Method, method_of
 from torchdil.ode.recompute import recomputed
 from torchdil.ode.walk import AdaptiveStats, Tolerances
+from torchdil.probe import is_random
 from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, Y, check_policy, user_frame
 from torchdil.solve import uncompiled
 from torchdil.solvers.base import Solver

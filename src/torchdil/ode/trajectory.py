@@ -101,9 +101,14 @@ class Trajectory(Statement):
         parts = [y] if start is None else [y, y - start]
         if operator is not None:
             parts.append(operator.rmv(y))
-        sofar = torch.stack([self.view(part).flatten(2).norm(dim=2) for part in parts]).amax(dim=0).cummax(dim=1).values
-        share = self.view(F).flatten(2).norm(dim=2) / sofar.clamp_min(torch.finfo(y.dtype).tiny)
+        sofar = torch.stack([self._lengths(part) for part in parts]).amax(dim=0).cummax(dim=1).values
+        share = self._lengths(F) / sofar.clamp_min(torch.finfo(y.dtype).tiny)
         return torch.maximum(batch.length(F), sofar[:, -1] * share.amax(dim=1))
+
+    def _lengths(self, a: Tensor) -> Tensor:
+        """The norm of each step, (B, T), of (B, n)."""
+        steps = self.view(a).flatten(2)
+        return batch.length(steps.flatten(0, 1)).view(steps.shape[:2])
 
     def quick_size(self, y: Tensor, start: Tensor | None) -> Tensor:
         size = batch.length(y)

@@ -64,7 +64,7 @@ class GradientDescent(Solver):
             if self.step_size is None:
                 plain = not (self.momentum or self.nesterov)
                 highest = torch.stack(scores).amax(dim=0) if plain else None
-                new, moved = search(problem, start, direction, step, running, highest=highest)
+                new, moved, _ = search(problem, start, direction, step, running, highest=highest)
                 new, stuck = new.where(moved, now), running & ~moved
                 progress.stop(stuck & (batch.norm(move) == 0), Status.stagnated)  # else it goes on without its momentum
             else:

@@ -50,7 +50,7 @@ class LBFGS(Solver):
             direction = -memory.apply(now.F)
             uphill = ~(batch.dot(direction, now.F) < 0)  # rounding, or NaN
             direction = batch.select(uphill, -now.F, direction)
-            new, moved = search(problem, now, direction, step, progress.running, curvature=0.9)
+            new, moved, _ = search(problem, now, direction, step, progress.running, curvature=0.9)
             stuck = progress.running & ~moved
             progress.stop(stuck & (memory.fresh | uphill), Status.stagnated)
             begins_anew = bool(stuck.any())

@@ -15,6 +15,9 @@ _SUFFICIENT = 1e-4
 _MAX_TRIALS = 40
 # How often a step that is too short is doubled: a score without a minimum would have it doubled for ever.
 _MAX_DOUBLINGS = 10
+# How often a step to where the score is no number is halved. Where rounding passed for curvature it is too long by 1 / eps, and
+# half of that forty times over is no less infinite: then it is cut to a tenth.
+_HALVINGS = 4
 
 
 class Iterate(NamedTuple):
@@ -57,11 +60,11 @@ def search(
     curvature: float | None = None,
     highest: Tensor | None = None,
     path: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Iterate, Tensor]:
-    """Change each sample's step until the merit falls enough (Armijo); returns the new iterates and which samples moved.
+) -> tuple[Iterate, Tensor, Tensor]:
+    """Change each sample's step until the merit falls enough (Armijo).
 
     With `curvature` c the step must not be too short either: slope(t) >= c slope(0), the second Wolfe condition, found by
-    bracketing (Lewis and Overton 2013). Then Δyᵀ ΔF > 0, which is what quasi-Newton methods live on.
+    bracketing (Lewis and Overton 2013). Then Δyᵀ ΔF > 0, which is what quasi-Newton methods live on. A root has no slope.
 
     With `highest`, (B,), the merit must fall enough below that only, not below the start's: a step that is good in the long run
     may raise it for once (Grippo, Lampariello and Lucidi 1986).
@@ -73,6 +76,9 @@ def search(
 
     Close to a minimum the objective is flat to rounding long before its gradient is zero. A change that rounding may have made
     is accepted if ‖F‖ and the slope fall instead (the approximate Wolfe condition of Hager and Zhang 2005).
+
+    Returns:
+        The new iterates, which samples moved, and the steps that they made, (B,) each.
     """
     is_argmin = problem.objective is not None
     slope = (batch.dot(start.F, direction) if is_argmin else -start.merit).detach()
@@ -80,7 +86,7 @@ def search(
     # Rounding may have made such a change, the more so where the objective is a difference; and does make one below the second.
     noise, unseen = eps**0.5 * size, step * slope.abs() <= 10 * eps * size
     F_norm = batch.norm(start.F)
-    current, moved, open_ = start, torch.zeros_like(running), running & batch.finite(direction)
+    current, moved, open_, made = start, torch.zeros_like(running), running & batch.finite(direction), step
     low, high = torch.zeros_like(step), torch.full_like(step, torch.inf)
     # At a fold a change of y by s changes ‖F‖ by s²: a third of the digits, and two thirds.
     shortest = torch.zeros_like(step)
@@ -102,11 +108,12 @@ def search(
         if is_argmin:
             slope_now = batch.dot(trial.F, direction).detach()
             flat = flat & (slope_now.abs() <= (1 - 2 * _SUFFICIENT) * slope.abs())
-        fallen = open_ & (enough | flat) & batch.finite(trial.F) & torch.isfinite(trial.merit)
+        exists = batch.finite(trial.F) & torch.isfinite(trial.merit)
+        fallen = open_ & (enough | flat) & exists
         # A step that is too short is kept, in case no longer one is good.
-        current, moved = trial.where(fallen, current), moved | fallen
+        current, moved, made = trial.where(fallen, current), moved | fallen, torch.where(fallen, step, made)
         short = torch.zeros_like(fallen)
-        if curvature is not None and number < _MAX_DOUBLINGS:
+        if is_argmin and curvature is not None and number < _MAX_DOUBLINGS:
             short = fallen & ~flat & (slope_now < curvature * slope)
         open_ = open_ & (~fallen | short) & (step > shortest)
         if not bool(open_.any()):
@@ -115,6 +122,8 @@ def search(
         # The minimum of the parabola through what is known, kept away from the ends; half where rounding drew it.
         parabola = -0.5 * slope * step.square() / (change - step * slope)
         back = torch.where(change.isfinite() & (change > noise), parabola.clamp(0.1 * step, 0.5 * step), 0.5 * step)
+        if number >= _HALVINGS:
+            back = torch.where(exists, back, 0.1 * step)
         between = torch.where(low > 0, 0.5 * (low + high), back)
         step = torch.where(open_, torch.where(high.isfinite(), between, 2 * step), step)
-    return current, moved
+    return current, moved, made

@@ -3,6 +3,10 @@
 For an argmin J is the Hessian, and a direction must go downhill: a small Hessian that is not positive definite is made so by
 taking its eigenvalues' absolute values, a large one is met by CG, which stops at negative curvature with what it has. A
 solution whose Hessian has a negative eigenvalue, a saddle or a maximum, is reported as `negative_curvature`.
+
+Far from the minimum of a robust loss (Huber, log-cosh) the Hessian is zero, or next to it, and says nothing of how far to go.
+There the step solves (H + λ I) d = -F, λ = ‖F‖ / r (Li, Fukushima, Qi and Yamashita 2004), which is no longer than r, and may
+be made longer by the search; r, of each sample, is how far the last such step led, or twice as far.
 """
 
 from __future__ import annotations
@@ -27,13 +31,15 @@ from torchdil.solvers.line_search import Iterate, search
 
 # An inexact direction costs an extra step of Newton at most; four digits make that rare.
 _INNER_RTOL = 1e-4
+# A step of Newton's that must be made so much shorter before the score falls is not of the score's curvature.
+_SHORT = 1e-3
 
 
 class Direction(NamedTuple):
     """Where Newton's method goes.
 
     Attributes:
-        d: with J d ≈ -F, downhill for an argmin, (B, n).
+        d: with J d ≈ -F, downhill for an argmin, (B, n); infinite where J does not say how far.
         saddle: where J was seen not to be positive definite, (B,).
         path: how far along the way (B,) -> the point there (B, n), if that is not y + t d.
     """
@@ -48,17 +54,23 @@ class NewtonSteps(Solver):
 
     keeps_bounds, sees_curvature = True, True
     curvature: ClassVar[float | None] = None  # how much of the slope may be left after a step, see `search`
+    damps: ClassVar[bool] = False  # whether there is a damped direction, for where Newton's is too long
 
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
         now = Iterate.at(problem, y0)
         progress = self.progress(problem, now.F, tolerance, max(50, self.max_steps // 2), now.merit)
         step = torch.ones_like(tolerance)
         indefinite = torch.zeros_like(progress.running)
+        reach = _Reach(now.y) if self.damps and problem.objective is not None else None
         while not progress.finished():
             direction, saddle, path = self._direction(problem, now)
+            if reach is not None and (far := reach.exceeded(now.y, direction, progress.running)) is not None:
+                direction = batch.select(far, self._damped(problem, now, reach.length), direction)
+                saddle = saddle | far  # which λ may hide
             indefinite = torch.where(progress.running, saddle, indefinite)
-            new, moved = search(problem, now, direction, step, progress.running, self.curvature, path=path)
-            progress.stop(~moved, Status.stagnated)
+            new, moved, made = search(problem, now, direction, step, progress.running, self.curvature, path=path)
+            lost = ~moved if reach is None else reach.learn(new.y, direction, progress.running, moved, made)
+            progress.stop(lost, Status.stagnated)
             problem.remember(new.y - now.y, new.F - now.F)
             now = new
             progress.advance(batch.norm(now.F), now.merit)
@@ -83,6 +95,51 @@ class NewtonSteps(Solver):
     def _direction(self, problem: Problem, now: Iterate) -> Direction:
         """Where to go from here."""
 
+    def _damped(self, problem: Problem, now: Iterate, length: Tensor) -> Tensor:
+        """A direction downhill that is no longer than this, (B,) -> (B, n)."""
+        raise NotImplementedError
+
+
+class _Reach:
+    """How far a sample may go where Newton's step has turned out far too long.
+
+    Attributes:
+        length: (B,); infinite as long as Newton's steps are good.
+    """
+
+    def __init__(self, start: Tensor):
+        eps = torch.finfo(start.dtype).eps
+        self.length = torch.full_like(start[:, 0], torch.inf)
+        self._most = batch.norm(start).clamp_min(1.0) / eps**2  # who has come so far runs away
+        self._far: Tensor | None = None
+
+    def exceeded(self, y: Tensor, direction: Tensor, running: Tensor) -> Tensor | None:
+        """Which samples, (B,), have no use for Newton's direction; None: all have."""
+        far = running & ~(batch.norm(direction) < self.length)
+        self._far = far if bool(far.any()) else None
+        if self._far is not None:
+            self.length = torch.where(far & ~self.length.isfinite(), _size(y), self.length)
+        return self._far
+
+    def learn(self, y: Tensor, direction: Tensor, running: Tensor, moved: Tensor, made: Tensor) -> Tensor:
+        """What the search has shown, at its end y; which samples get no further, (B,)."""
+        if self._far is None and not bool((running & ~(moved & (made == 1))).any()):
+            return ~moved
+        far = torch.zeros_like(moved) if self._far is None else self._far
+        length, first = batch.norm(direction), _size(y)
+        went = made * length
+        # All that were tried were parts of a long step, which says nothing of a short one.
+        astray = ~moved & ~self.length.isfinite() & (length > first)
+        cut = moved & torch.where(far, made < 1, made < _SHORT)
+        longer = torch.where(moved & far, 2 * torch.maximum(self.length, went), self.length)
+        self.length = torch.where(astray, first, torch.where(cut, went, longer))
+        return (~moved & ~astray) | (batch.norm(y) > self._most)
+
+
+def _size(y: Tensor) -> Tensor:
+    """A length to begin with, (B,)."""
+    return batch.norm(y).clamp_min(1.0)
+
 
 @dataclass(frozen=True)
 class Newton(NewtonSteps):
@@ -96,6 +153,9 @@ class Newton(NewtonSteps):
         >>> dil.root(residual, y0, solver=dil.Newton(linear_solver=dil.NormalCG()))
     """
 
+    damps = True
+    curvature = 0.9  # Newton's steps leave little; what leaves nearly all of it is too short, J being wrong about the way
+
     max_steps: int = 100
     linear_solver: LinearSolver | None = None
 
@@ -108,7 +168,20 @@ class Newton(NewtonSteps):
         return self.linear_solver is None and direct_pays(*y.shape)
 
     def _direction(self, problem: Problem, now: Iterate) -> Direction:
-        operator, is_argmin = problem.operator(now.y), problem.objective is not None
+        return self._solved(problem, problem.operator(now.y), now)
+
+    def _damped(self, problem: Problem, now: Iterate, length: Tensor) -> Tensor:
+        # Of samples with a length that is infinite, λ is 0 and the direction not used.
+        damping = batch.divide(batch.norm(now.F), length)
+        operator = Operator(lambda y: problem.residual(y) + batch.scale(damping, y - now.y), now.y, problem.symmetric)
+        d = self._solved(problem, operator, now).d
+        fine = batch.finite(d) & (batch.norm(d) <= 2 * length)  # λ may meet a negative eigenvalue, or J be no number
+        slope = batch.scale(batch.divide(torch.ones_like(damping), damping), now.F)
+        return batch.select(fine, d, -slope)
+
+    def _solved(self, problem: Problem, operator: Operator, now: Iterate) -> Direction:
+        """-J⁻¹ F, downhill for an argmin."""
+        is_argmin = problem.objective is not None
         if is_argmin and self._factorises(now.y):
             return Direction(*_downhill(operator, now.F))
         krylov = CG(rtol=_INNER_RTOL) if is_argmin else GMRES(rtol=_INNER_RTOL)
@@ -119,7 +192,7 @@ class Newton(NewtonSteps):
         if not is_argmin:
             return Direction(direction, torch.zeros_like(saddle))
         uphill = ~(batch.dot(direction, now.F) < 0)
-        return Direction(batch.select(uphill, -now.F, direction), saddle)
+        return Direction(batch.select(uphill, torch.full_like(now.F, torch.inf), direction), saddle)
 
 
 def _downhill(operator: Operator, F: Tensor) -> tuple[Tensor, Tensor]:
