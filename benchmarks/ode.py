@@ -67,6 +67,11 @@ class Config:
     long_rounds: int = 5
     device: str = "cpu"
 
+    @property
+    def cases(self) -> tuple[tuple[int, int], ...]:
+        """D and B."""
+        return (*product(self.states, self.batches), *((state, 1) for state in self.large))
+
     @staticmethod
     def preset(name: str, device: str = "cpu") -> Config:
         if name == "smoke":
@@ -182,27 +187,40 @@ class Worker:
         self._process.stdout.close()
 
 
-def run(config: Config, jax_python: str | None = None, seed: int = 0) -> dict[str, Any]:
-    """A case for each pair of D and B: medians and quartiles of every system, in milliseconds."""
+def run(
+    config: Config,
+    jax_python: str | None = None,
+    seed: int = 0,
+    only: str | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda results: None,
+) -> dict[str, Any]:
+    """A case for each pair of D and B: medians and quartiles of every system, in milliseconds.
+
+    Of those with `only` in their label, such as "50 x 64"; what is there after each of them is handed to `keep`.
+    """
     versions = {"torchdiffeq": version("torchdiffeq")}
-    cases = []
+    results: dict[str, Any] = {}
     with one_core(config.device), tempfile.TemporaryDirectory() as folder:
         about = machine() | {"seed": seed, "device": config.device}
         if config.device == "cuda":
             about["gpu"] = torch.cuda.get_device_name()
         worker = Worker(jax_python) if jax_python else None
         try:
-            for state, samples in (*product(config.states, config.batches), *((state, 1) for state in config.large)):
+            for state, samples in config.cases:
+                if only is not None and only not in f"{state} x {samples}":
+                    continue
                 problem = Problem(config, state, samples, seed)
                 path = str(Path(folder) / f"{state}-{samples}.npz")
                 problem.save(path)
                 if worker is not None:
                     versions |= worker.ask(load=path)
-                cases.append({"state": state, "batch": samples} | _case(problem, worker, path))
+                cases = [*results.get("cases", []), {"state": state, "batch": samples} | _case(problem, worker, path)]
+                results = {"machine": about, "versions": versions, "config": asdict(config), "cases": cases}
+                keep(results)
         finally:
             if worker is not None:
                 worker.close()
-    return {"machine": about, "versions": versions, "config": asdict(config), "cases": cases}
+    return results
 
 
 def _case(problem: Problem, worker: Worker | None, path: str) -> dict[str, Any]:
@@ -275,16 +293,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jax-python", default=os.environ.get("TORCHDIL_JAX_PYTHON"), help="a Python with jax and diffrax, to compare with"
     )
+    parser.add_argument("--problems", help="of ODEs and of the comparison with peers: those with this in their label")
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Run as the options say and write the results."""
+    """Run as the options say; written after each case, besides what is known of the others."""
     if options.jax_python is None:
         print("diffrax is left out: give --jax-python or TORCHDIL_JAX_PYTHON", file=sys.stderr)
-    results = run(Config.preset("full", options.device), options.jax_python)
     RESULTS.mkdir(exist_ok=True)
-    name = "ode_gpu" if options.device == "cuda" else "ode"
-    (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
+    path = RESULTS / ("ode_gpu.json" if options.device == "cuda" else "ode.json")
+    before = json.loads(path.read_text())["cases"] if path.exists() else []
+    config = Config.preset("full", options.device)
+
+    def keep(results: dict[str, Any]) -> None:
+        known = {(one["state"], one["batch"]): one for one in (*before, *results["cases"])}
+        merged = results | {"cases": [known[case] for case in config.cases if case in known]}
+        path.write_text(json.dumps(merged, indent=2) + "\n")
+
+    run(config, options.jax_python, only=options.problems, keep=keep)
 
 
 def main() -> None:

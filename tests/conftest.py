@@ -7,7 +7,7 @@ import torch
 
 from torchdil.traced import forget_all
 
-# Of programs, pages and processes: what they compute has a device of its own.
+# Of programs, pages and processes, whose computations have a device of their own, and of what is for the CPU alone.
 ON_CPU = {
     "test_best",
     "test_cartpole",
@@ -16,6 +16,7 @@ ON_CPU = {
     "test_docs",
     "test_experiments",
     "test_files",
+    "test_inductor",
     "test_inexact",
     "test_kepler",
     "test_lqr_experiment",

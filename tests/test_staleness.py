@@ -318,8 +318,10 @@ class Keeping(nn.Module):
 def test_a_module_that_keeps_what_it_computes_in_a_thread():
     """Where nodes of the graph cannot be told by their age, as on a GPU."""
     model, worst, errors = Keeping(), [], []
+    place = torch.get_default_device()
 
     def train():
+        torch.set_default_device(place)  # a thread begins without one
         try:
             for call in range(traced._PATIENCE + 6):
                 x = draw(call, 3).requires_grad_()

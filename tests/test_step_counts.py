@@ -42,7 +42,7 @@ def test_large_numbers_go_step_by_step():
     assert ask(StepCounts(), step_counts._LONG + 1, 50) == 0
 
 
-def test_solves_whose_steps_grow_make_few_functions(monkeypatch):
+def test_solves_whose_steps_grow_make_few_functions(monkeypatch, device):
     """A hyper-parameter that is learnt changes the condition of the Hessian: each new number of steps was traced anew."""
     made = []
     fast = traced._fast
@@ -62,4 +62,6 @@ def test_solves_whose_steps_grow_make_few_functions(monkeypatch):
         (found,) = torch.autograd.grad(solution.value.sum(), theta)
         steps.add(int(solution.report.backward.stats.steps))
         torch.testing.assert_close(found, torch.linalg.solve(H, torch.ones(n, dtype=torch.float64)), rtol=1e-6, atol=1e-7)
-    assert len(steps) > 8 and len(made) <= 4 + step_counts._COUNTS
+    # What a point needs, a look at its answer, a product, gᵀ ∂F/∂θ, and on a GPU some steps as one; else whole solves.
+    others = 4 if device == "cpu" else 5
+    assert len(steps) > 8 and len(made) <= others + step_counts._COUNTS

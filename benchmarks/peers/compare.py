@@ -235,7 +235,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--torch-python", default=os.environ.get("TORCHDIL_TORCH_PYTHON"), help="a Python with benchmarks/peers-torch.txt"
     )
-    parser.add_argument("--problems", help="of the comparison with peers: those with this in their label")
     parser.add_argument("--check", action="store_true", help="compare with the committed results of the peers, and write none")
 
 
