@@ -67,6 +67,11 @@ SCORES = {
     "where": lambda y, x, W: torch.where(y > 0, y**2, 2 * y**2).sum(-1) + ((y @ W - x) ** 2).sum(-1),
     "in place": lambda y, x, W: (y.clone().mul_(2) - x).pow(2).sum(-1) + (2 * y).add_(1).pow(2).sum(-1),
     "indices": lambda y, x, W: ((y[:, [1, 0, 2, 1]] @ W - x) ** 2).sum(-1) + (y**2).sum(-1),
+    "numbers": lambda y, x, W: (
+        (torch.full_like(y, 0.3) * (y @ W - x) ** 2 * torch.ones_like(W)[0]).mean(-1) / y.new_ones(())
+        + ((y**2).sum(-1) - torch.zeros_like(y)[:, 0])
+    ),
+    "transposed": lambda y, x, W: ((y @ (torch.full_like(W, 0.5).T * W).T - x) ** 2).sum(-1) + (y**2).sum(-1),
     "stored": lambda y, x, W: (y**2).sum(-1) + ((stored(y) @ W - x) ** 2).sum(-1),
 }
 
@@ -117,19 +122,50 @@ def test_split_derivatives_are_those_of_autograd(name):
 
 
 def test_a_product_is_no_more_than_its_matrices():
-    """The Hessian of an energy with one hidden layer: W D Wᵀ p + c p."""
+    """The Hessian of an energy with one hidden layer: W D Wᵀ p + 2 p."""
+    halves = split(hessian_of_one_layer(2.0), draw(2, 30), draw(3, 30))
+    assert sorted(name for name in called(halves.parts[0].module) if "squeeze" not in name) == ["add", "mm", "mm", "mul"]
+
+
+def hessian_of_one_layer(weight):
     W, x = draw(0, 30, 20), draw(1, 30)
 
     def product(y, p):
         with torch.enable_grad():
             leaf = y.detach().requires_grad_()
-            F = gradient(lambda y, x, W: ((y - x) ** 2).sum() + functional.softplus(y @ W).sum(), leaf, x, W)
-            return [(), torch.autograd.grad(F, leaf, p)]
+            F = gradient(lambda y, x, W: 0.5 * weight * ((y - x) ** 2).sum() + functional.softplus(y @ W).sum(), leaf, x, W)
+            return [(F.detach(),), torch.autograd.grad(F, leaf, p)]
 
-    (part,) = split(product, draw(2, 30), draw(3, 30)).parts
-    called = [node.target for node in part.module.graph.nodes if node.op == "call_function"]
-    names = [getattr(target, "_opname", target.__name__) for target in called]
-    assert sorted(name for name in names if "squeeze" not in name) == ["addcmul", "mm", "mm", "mul"]
+    return product
+
+
+def called(module):
+    return [getattr(node.target, "_opname", node.target.__name__) for node in module.graph.nodes if node.op == "call_function"]
+
+
+def test_what_only_derivatives_are_wanted_of_is_not_computed():
+    """Neither the value of a score, nor the numbers that autograd begins with."""
+    names = called(split(hessian_of_one_layer(1.0), draw(2, 30), draw(3, 30)).prelude)
+    assert not {"softplus", "sum", "ones_like", "pow"}.intersection(names)
+    assert names.count("mul") == 1  # of the second derivative of softplus; ½ · 2 (y - x) is y - x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_are_those_of_the_dtype(dtype):
+    """0.3 times a third in float32 is not what it is in float64; a split function rounds as the function does."""
+    y, p = draw(0, 3, 4).to(dtype), draw(1, 3, 4).to(dtype)
+
+    def function(y, p):
+        factor = torch.full_like(y, 0.3) * torch.ones(4, dtype=dtype) / 3
+        return [((factor * y).exp(),), (p * factor * factor[0, 0],)]
+
+    halves = split(function, y, p)
+    with torch.no_grad():
+        saved = halves.prelude(y, *halves.captured)
+        (found,) = halves.parts[0].module(p, *(saved[i] for i in halves.parts[0].places))
+    (value,), (product,) = function(y, p)
+    assert torch.equal(saved[0], value)
+    torch.testing.assert_close(found, product, rtol=4 * torch.finfo(dtype).eps, atol=0)
 
 
 class Layer(nn.Module):

@@ -60,7 +60,11 @@ def _one_by_one(self: Any, vectors: Tensor) -> Tensor:
 # Name -> how to do without it, and on which device it matters.
 WITHOUT: dict[str, tuple[list[Any], tuple[str, ...]]] = {
     "traced": ([patch.object(traced, "_PATIENCE", 10**9)], ("cpu", "cuda")),
-    "simplified": ([patch.object(linearize._Part, name, _never) for name in ("sum", "scaled", "turned")], ("cpu", "cuda")),
+    "simplified": (
+        [patch.object(linearize._Part, name, _never) for name in ("sum", "scaled", "turned")]
+        + [patch.object(linearize._Prelude, "number", _never)],
+        ("cpu", "cuda"),
+    ),
     "pulled": ([patch.object(traced.Source, "pulls", PropertyMock(return_value=False))], ("cpu", "cuda")),
     "columns": (
         [patch.object(traced.TracedJacobian, "rows", _one_by_one), patch.object(Condition, "solve_at_once", _never)],

@@ -7,6 +7,9 @@ out anew, and each is applied as a chain of products. Here it is traced (`make_f
 - the *linear* rest is what a product costs. Each value in it is kept as Σ cᵢ ⊙ vᵢ, with coefficients cᵢ of the prelude, so that
   a chain of elementwise products, or a sum of them, is one product with a coefficient that the prelude has worked out.
 
+Tensors that are one number everywhere are kept as numbers, and a value of which only derivatives are
+wanted is not computed.
+
 What is left of the Hessian of an energy with one hidden layer: two matrix products and an elementwise one between them.
 """
 
@@ -14,12 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from torchdil.matvec import INSTEAD, mm
+from torchdil.one_number import SHAPED, number_of
 
 aten = torch.ops.aten
 
@@ -36,7 +41,6 @@ _ELEMENTWISE = {
     aten.hardtanh_backward.default,
     aten.log_sigmoid_backward.default,
 }
-_SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default}
 # In-place, but of the shape only.
 _RESHAPED = {aten.squeeze_.dim, aten.squeeze_.default, aten.unsqueeze_.default, aten.t_.default, aten.transpose_.default}
 
@@ -138,12 +142,7 @@ def _deal(node: fx.Node, prelude: _Prelude, parts: list[_Part]) -> None:
         if any(source in part.terms for source in node.all_input_nodes):
             part.take(node, target)
             return
-    source: Any = node.args[0] if node.args else None
-    if target in _BY_ONE and node.args[1] == 1.0 and _like(source, node):
-        prelude.known[node] = prelude.known[source]  # as derivatives of powers have it
-        return
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), prelude.known.__getitem__)
-    prelude.known[node] = prelude.call(aten.reshape.default if target in _VIEWS else target, *args, **kwargs)
+    prelude.take(node, target)
 
 
 def _without_changes(node: fx.Node) -> Any:
@@ -187,6 +186,40 @@ class _Prelude:
         self.saved: dict[fx.Node, int] = {}
         self._captured: dict[str, fx.Node] = {}
         self._called: dict[Any, fx.Node] = {}
+        self._numbers: dict[fx.Node, float] = {}  # of the traced nodes that are one number everywhere
+
+    def take(self, node: fx.Node, target: Any) -> None:
+        number, source = number_of(node, target, self._numbers), cast(fx.Node, node.args[0] if node.args else None)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.known.__getitem__)
+        by_one = target in _BY_ONE and node.args[1] == 1.0  # as derivatives of powers have it
+        if number is not None:
+            self._numbers[node], self.known[node] = number, self.filled(number, node.meta["val"])
+        elif (by_one or target in SHAPED) and _like(source, node):
+            self.known[node] = self.known[source]
+        elif (scaled := self.scaled(node)) is not None:
+            self.known[node] = scaled
+        else:
+            self.known[node] = self.call(aten.reshape.default if target in _VIEWS else target, *args, **kwargs)
+
+    def scaled(self, node: fx.Node) -> fx.Node | None:
+        """A product with a tensor of one number, as one with the number."""
+        if node.target is not aten.mul.Tensor:
+            return None
+        left, right = (cast(fx.Node, arg) for arg in node.args)
+        for source, factor in ((left, right), (right, left)):
+            if factor in self._numbers and _like(source, node):
+                return self.scale(self.known[source], self._numbers[factor])
+        return None
+
+    def scale(self, node: fx.Node, number: float) -> fx.Node:
+        if node.target in (aten.mul.Tensor, aten.mul.Scalar) and (node.args[1], number) == (2.0, 0.5):
+            return cast(fx.Node, node.args[0])  # half of what the derivative of a square is
+        return node if number == 1.0 else self.call(aten.mul.Tensor, node, number)
+
+    def filled(self, number: float, like: Tensor) -> fx.Node:
+        """A tensor of one number, of this shape."""
+        one = self.call(aten.full.default, [1] * like.ndim, number, dtype=like.dtype, device=like.device)
+        return self.call(aten.expand.default, one, list(like.shape)) if like.ndim else one
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call, or the same one that was made before."""
@@ -218,16 +251,15 @@ class _Prelude:
 
     def constant(self, given: Any, dtype: torch.dtype) -> Coefficient:
         """A factor in the dtype of what it multiplies: products and sums of masks, counts or float32 are no coefficients."""
-        if not isinstance(given, fx.Node):
-            return float(given)
+        if not isinstance(given, fx.Node) or given in self._numbers:
+            return float(self._numbers.get(given, given))
         node = self.known[given]
         return node if given.meta["val"].dtype == dtype else self.call(aten._to_copy.default, node, dtype=dtype)
 
     def times(self, a: Coefficient, b: Coefficient) -> Coefficient:
-        if isinstance(a, float) and isinstance(b, float):
-            return a * b
-        node, other = (a, b) if isinstance(a, fx.Node) else (b, a)
-        return node if other == 1.0 else self.call(aten.mul.Tensor, node, other)
+        if isinstance(a, float):
+            return a * b if isinstance(b, float) else self.scale(b, a)
+        return self.scale(a, b) if isinstance(b, float) else self.call(aten.mul.Tensor, a, b)
 
     def plus(self, a: Coefficient, b: Coefficient) -> Coefficient:
         if isinstance(a, float) and isinstance(b, float):
@@ -257,7 +289,8 @@ class _Part:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value)
             # What was contiguous in the trace need not be so where factors were moved, or for many vectors at once.
             target = aten.reshape.default if target in _VIEWS else target
-            terms = {self.graph.call_function(target, args, kwargs): 1.0}
+            call = self.transposed if target is aten.t.default else partial(self.graph.call_function, target)
+            terms = {call(args, kwargs): 1.0}
         self.terms[node] = terms
 
     def sum(self, node: fx.Node) -> dict[fx.Node, Coefficient] | None:
@@ -282,7 +315,7 @@ class _Part:
             return None
         source, args, prelude, meta = sources[0], node.args, self.prelude, node.meta["val"]
         factor: Coefficient | None = None
-        if node.target in _SAME:
+        if node.target in SHAPED or node.target is aten.clone.default:
             factor = 1.0
         elif node.target is aten.neg.default:
             factor = -1.0
@@ -292,7 +325,7 @@ class _Part:
             divisor = prelude.constant(args[1], meta.dtype)
             factor = 1 / divisor if isinstance(divisor, float) else prelude.call(aten.reciprocal.default, divisor)
         elif node.target in _ELEMENTWISE and args[0] is source:
-            ones = prelude.call(aten.ones.default, list(meta.shape), dtype=meta.dtype, device=meta.device)
+            ones = prelude.filled(1.0, meta)
             rest, named = fx.node.map_arg((args[1:], node.kwargs), prelude.known.__getitem__)
             factor = prelude.call(node.target, ones, *rest, **named)
         if factor is None:
@@ -307,9 +340,13 @@ class _Part:
         ((value, coefficient),) = terms.items()
         if value.target is not aten.mm.default or coefficient != 1.0:
             return None
-        left, right = (self.graph.call_function(aten.t.default, (arg,)) for arg in reversed(value.args))
+        left, right = (self.transposed((arg,), {}) for arg in reversed(value.args))
         product = self.graph.call_function(aten.mm.default, (left, right))
         return {product: 1.0}
+
+    def transposed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        (value,) = args
+        return value.args[0] if value.target is aten.t.default else self.graph.call_function(aten.t.default, args, kwargs)
 
     def value(self, node: fx.Node) -> fx.Node:
         """A node of this graph: handed over by the prelude, or the sum of its terms."""
