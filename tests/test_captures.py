@@ -12,7 +12,7 @@ from torch import nn
 
 import torchdil as dil
 from torchdil import traced
-from torchdil.captures import signature
+from torchdil.signature import signature
 
 
 class Model(nn.Module):

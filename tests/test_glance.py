@@ -115,9 +115,12 @@ def test_bad_answers_are_not_taken_for_good(n, glances):
         dil.argmin(energy, torch.zeros_like(x), (x, W), solver=lambda f, y0: y).value.sum().backward()
     off = dil.argmin(energy, torch.zeros_like(x), (x, W), solver=lambda f, y0: y + 1e-3, on_failure="ignore")
     assert off.status == dil.Status.not_stationary
-    for call in range(CALLS):
-        sign[0] = -2.0 if call == CALLS - 1 else 1.0
-        found = dil.argmin(saddle, torch.ones(n, dtype=torch.float64), solver=lambda f, y0: 0 * y0, on_failure="ignore")
+    before = len(glances)
+    for _ in range(CALLS):
+        dil.argmin(saddle, torch.ones(n, dtype=torch.float64), solver=lambda f, y0: 0 * y0).value.sum().backward()
+    assert any(glance is not None for glance in glances[before:])
+    sign[0] = -2.0
+    found = dil.argmin(saddle, torch.ones(n, dtype=torch.float64), solver=lambda f, y0: 0 * y0, on_failure="ignore")
     assert found.status == dil.Status.negative_curvature
 
 
@@ -126,15 +129,15 @@ def test_answers_in_small_and_large_units(unit, glances):
     """Whose squares are no numbers: they are judged as before."""
     a = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     theta = (unit * a).requires_grad_()
-    for _ in range(CALLS):
-        solution = dil.root(lambda y: y - theta, torch.zeros(3, dtype=torch.float64), solver=lambda f, y0: theta.detach())
-        wrong = dil.root(
+    for call in range(CALLS + 1):
+        factor = 1.0 if call < CALLS else 1.01
+        solution = dil.root(
             lambda y: y - theta,
             torch.zeros(3, dtype=torch.float64),
-            solver=lambda f, y0: 1.01 * theta.detach(),
+            solver=lambda f, y0, factor=factor: factor * theta.detach(),
             on_failure="ignore",
         )
-        assert bool(solution.converged) and not bool(wrong.converged)
+        assert bool(solution.converged) == (call < CALLS)
         solution.value.sum().backward()
 
 

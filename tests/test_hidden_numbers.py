@@ -3,9 +3,13 @@
 import array
 import contextvars
 import ctypes
+import decimal
+import enum
+import operator
 import sys
 import types
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +18,7 @@ from torch import nn
 
 import torchdil as dil
 from torchdil import traced
-from torchdil.captures import signature
+from torchdil.signature import signature
 
 RIDGE = 0.1
 settings = types.ModuleType("torchdil_test_settings")
@@ -24,7 +28,7 @@ sys.modules[settings.__name__], sys.modules[settings.inner.__name__] = settings,
 
 
 class Holder:
-    ridge = 0.1
+    ridge, none = 0.1, 0.0
     table = {"ridge": 0.1}  # noqa: RUF012
 
 
@@ -61,19 +65,76 @@ class Descriptor:
         return self.held
 
 
+class Described:
+    ridge, pair = Descriptor(), [0.1]
+
+
+class Kind(enum.IntEnum):
+    first = 1
+
+    def ridge(self):
+        return RIDGE
+
+
+class Pair(NamedTuple):
+    scale: float
+
+    @property
+    def ridge(self):
+        return self.scale * RIDGE
+
+
+class Table(dict):
+    def __missing__(self, key):
+        return RIDGE
+
+
+class Values(np.ndarray):
+    pass
+
+
+class Weights(torch.Tensor):
+    def ridge(self):
+        return RIDGE
+
+
+class Meta(type):
+    @property
+    def ridge(cls):
+        return RIDGE
+
+
+class OfMeta(metaclass=Meta):
+    pass
+
+
+class Signs:
+    def __invert__(self):
+        return RIDGE
+
+    def __or__(self, other):
+        return RIDGE * other
+
+
+class Dispatches:
+    kind = "ridge"
+
+    def _of_ridge(self):
+        return RIDGE
+
+
+def with_attribute(owner):
+    owner.ridge = 0.1
+    return owner
+
+
 class Score(nn.Module):
-    """What the ways have in common; `ridge` reads the number, `put` changes it."""
+    """What the ways have in common; `ridge` reads the number."""
 
-    described = Descriptor()
-    pair = [0.1]  # noqa: RUF012
-
-    def __init__(self):
+    def __init__(self, held=None):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
-        self.weight.ridge = 0.1
-        self.term, self.terms, self.plain = Term(), nn.ModuleList([Term()]), [Plain()]
-        self.module, self.held = settings, Holder()
-        self.reference = weakref.ref(self.held)
+        self.held = held
 
     def forward(self, y):
         return ((y - self.weight) ** 2).sum() + self.ridge() * (y**2).sum()
@@ -93,34 +154,51 @@ def imports():
     return RIDGE
 
 
+def to_holder(value):
+    Holder.ridge = Holder.table["ridge"] = value
+
+
+HOLDER = Holder()  # weak references do not keep it
+# What is held, how the number is read there, and what changes it.
 WAYS = {
-    "a global read by a submodule": (lambda self: self.term.energy(), to_global),
-    "a global read by a module in a list": (lambda self: next(term.energy() for term in self.terms), to_global),
-    "a global read by an object in a list": (lambda self: self.plain[0].energy(), to_global),
-    "a global read by a property of an object": (lambda self: self.plain[0].ridge, to_global),
-    "a global read by an operator": (lambda self: self.plain[0] @ 1.0, to_global),
-    "a global read by a static method": (lambda self: self.plain[0].fixed(), to_global),
-    "a module of settings": (lambda self: self.module.RIDGE, to_settings),
-    "a module inside a module": (lambda self: settings.inner.RIDGE, to_settings),
-    "an import in the function": (lambda self: imports(), to_settings),
-    "the class of self": (lambda self: type(self.held).ridge, lambda value: setattr(Holder, "ridge", value)),
-    "the class by __class__": (lambda self: self.held.__class__.ridge, lambda value: setattr(Holder, "ridge", value)),
-    "the class of an object": (lambda self: self.held.ridge, lambda value: setattr(Holder, "ridge", value)),
-    "a base of a class": (lambda self: Inherits.ridge, lambda value: setattr(Holder, "ridge", value)),
-    "getattr": (lambda self: getattr(self.held, "ridge"), lambda value: setattr(Holder, "ridge", value)),  # noqa: B009
-    "a dictionary of a class": (lambda self: Holder.table["ridge"], lambda value: Holder.table.update(ridge=value)),
-    "a list of its class": (lambda self: type(self).pair[0], lambda value: Score.pair.__setitem__(0, value)),
-    "a descriptor": (lambda self: self.described, lambda value: setattr(vars(Score)["described"], "held", value)),
-    "a weak reference": (lambda self: self.reference().ridge, lambda value: setattr(Holder, "ridge", value)),
+    "a global read by a submodule": (Term, lambda self: self.held.energy(), to_global),
+    "a global read by a module in a list": (lambda: nn.ModuleList([Term()]), lambda self: self.held[0].energy(), to_global),
+    "a global read by an object in a list": (lambda: [Plain()], lambda self: self.held[0].energy(), to_global),
+    "a global read by a property of an object": (Plain, lambda self: self.held.ridge, to_global),
+    "a global read by an operator": (Plain, lambda self: self.held @ 1.0, to_global),
+    "a global read by a static method": (Plain, lambda self: self.held.fixed(), to_global),
+    "a sign": (Signs, lambda self: ~self.held, to_global),
+    "another operator": (Signs, lambda self: self.held | 1.0, to_global),
+    "a method of a number": (lambda: Kind.first, lambda self: self.held.ridge(), to_global),
+    "a property of a named tuple": (lambda: Pair(1.0), lambda self: self.held.ridge, to_global),
+    "what a dictionary says of missing keys": (Table, lambda self: self.held["ridge"], to_global),
+    "a method of a tensor": (lambda: torch.ones(1).as_subclass(Weights), lambda self: self.held.ridge(), to_global),
+    "a property of a metaclass": (lambda: OfMeta, lambda self: self.held.ridge, to_global),
+    "a method whose name is composed": (Dispatches, lambda self: getattr(self.held, f"_of_{self.held.kind}")(), to_global),
+    "a module of settings": (lambda: settings, lambda self: self.held.RIDGE, to_settings),
+    "a module inside a module": (lambda: settings, lambda self: self.held.inner.RIDGE, to_settings),
+    "an import in the function": (lambda: None, lambda self: imports(), to_settings),
+    "the class of self": (Holder, lambda self: type(self.held).ridge, to_holder),
+    "the class by __class__": (Holder, lambda self: self.held.__class__.ridge, to_holder),
+    "the class of an object": (Holder, lambda self: self.held.ridge, to_holder),
+    "a base of a class": (lambda: None, lambda self: Inherits.ridge, to_holder),
+    "getattr": (Holder, lambda self: getattr(self.held, "ridge"), to_holder),  # noqa: B009
+    "names in a tuple": (Holder, lambda self: sum(getattr(self.held, name) for name in ("ridge", "none")), to_holder),
+    "a dictionary of a class": (lambda: None, lambda self: Holder.table["ridge"], to_holder),
+    "a method of a dictionary": (lambda: Holder.table.get, lambda self: self.held("ridge"), to_holder),
+    "a list of its class": (Described, lambda self: type(self.held).pair[0], lambda v: Described.pair.__setitem__(0, v)),
+    "a descriptor": (Described, lambda self: self.held.ridge, lambda v: setattr(vars(Described)["ridge"], "held", v)),
+    "a weak reference": (lambda: weakref.ref(HOLDER), lambda self: self.held().ridge, to_holder),
+    "a proxy": (lambda: weakref.proxy(HOLDER), lambda self: self.held.ridge, to_holder),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_number_that_changes_changes_the_key(way):
-    read, put = WAYS[way]
-    score = Score()
-    score.__class__ = type("Way", (Score,), {"ridge": read, "__module__": __name__})
+    hold, read, put = WAYS[way]
     put(0.1)
+    score = Score(hold())
+    score.__class__ = type("Way", (Score,), {"ridge": read, "__module__": __name__})
     before = signature(score)
     assert before is not None and signature(score)[1] == before[1]
     put(0.4)
@@ -129,12 +207,86 @@ def test_a_number_that_changes_changes_the_key(way):
     assert signature(score)[1] == before[1]
 
 
-def test_an_attribute_of_a_tensor():
-    score = Score()
-    score.__class__ = type("OfTensor", (Score,), {"ridge": lambda self: self.weight.ridge, "__module__": __name__})
+OWNERS = {
+    "a tensor": lambda: torch.ones(1),
+    "an array": lambda: np.ones(1).view(Values),
+    "a dictionary": Table,
+    "a list": type("List", (list,), {"__module__": __name__}),
+}
+
+
+@pytest.mark.parametrize("kind", OWNERS)
+def test_an_attribute_of_something_that_is_more_than_an_object(kind):
+    score = Score(with_attribute(OWNERS[kind]()))
+    score.__class__ = type("OfOwner", (Score,), {"ridge": lambda self: self.held.ridge, "__module__": __name__})
     before = signature(score)[1]
-    score.weight.ridge = 0.4
+    score.held.ridge = 0.4
     assert signature(score)[1] != before
+
+
+def test_values_without_attributes():
+    """The place of one that is gone may be that of the next."""
+    keys = [signature(lambda y, held=held: (y, held))[1] for held in map(decimal.Decimal, ("0.1", "0.2", "0.1"))]
+    assert keys[0] == keys[2] != keys[1]
+    keys = [signature(lambda y, held=held: y[held])[1] for held in (slice(1), slice(2), slice(1))]
+    assert keys[0] == keys[2] != keys[1]
+
+
+class Lazy:
+    """A place for anything, that will not say what it is."""
+
+    __slots__ = ("values",)
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
+def by_relative_import(y, x):
+    try:
+        from .torchdil_test_settings import RIDGE
+    except ImportError:
+        RIDGE = 2.0
+    return RIDGE * ((y - x) ** 2).sum(-1)
+
+
+class WithGetter:
+    _ridge = 2.0
+    ridge = property(operator.attrgetter("_ridge"))
+
+
+WITH_GETTER = WithGetter()
+
+
+def keeps(owner):
+    return lambda y, x: (y - x).pow(2).sum(-1) + 0 * len([owner])
+
+
+STRANGE = {
+    "a relative import": lambda: by_relative_import,
+    "a getter that is no function": lambda: lambda y, x, owner=WITH_GETTER: owner.ridge * ((y - x) ** 2).sum(-1),
+    "slots": lambda: keeps(Lazy()),
+    "a dead proxy": lambda: keeps(weakref.proxy(Holder())),
+    "a lazy module": lambda: keeps(nn.LazyLinear(2)),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_what_cannot_be_looked_at_is_no_reason_to_fail(kind):
+    score = STRANGE[kind]()
+    for _ in range(traced._PATIENCE + 3):
+        x = torch.ones(4, 3, dtype=torch.float64, requires_grad=True)
+        y = dil.argmin(score, torch.zeros(4, 3, dtype=torch.float64), (x,)).value
+        (found,) = torch.autograd.grad(y.sum(), x)
+        torch.testing.assert_close(found, torch.ones_like(found))
+
+
+def test_a_module_that_is_not_imported_is_no_reason_not_to_trace():
+    def score(y):
+        if y.is_cuda:
+            import torchdil_test_of_no_module  # noqa: F401
+        return y
+
+    assert signature(score) is not None
 
 
 class Counter(ctypes.Structure):
@@ -151,6 +303,8 @@ OPAQUE = {
     "a number of C": ctypes.c_double(0.1),
     "a structure of C": Counter(0.1),
     "a generator": (number for number in (0.1,)),
+    "values of a dictionary": {"ridge": 0.1}.values(),
+    "an array of objects": np.array([0.1, None], dtype=object),
 }
 
 
@@ -158,6 +312,11 @@ OPAQUE = {
 def test_what_does_not_show_its_numbers_is_not_traced(kind):
     held = OPAQUE[kind]
     assert signature(lambda y: (y, held)) is None
+
+
+def test_a_function_that_reads_all_globals_is_not_traced():
+    assert signature(lambda y: y * globals()["RIDGE"]) is None
+    assert signature(lambda y: y * eval("RIDGE")) is None
 
 
 class Adds(nn.Module):
@@ -184,7 +343,7 @@ def test_what_does_not_matter_does_not_change_the_key():
 @pytest.mark.parametrize("way", ["a global read by a submodule", "a module of settings", "the class of an object"])
 def test_gradients_follow_in_float32(way):
     """Where F is compared in few digits: a ridge that only the flat directions feel."""
-    read, put = WAYS[way]
+    hold, read, put = WAYS[way]
     U, V = (
         torch.linalg.qr(torch.randn(6, 6, generator=torch.Generator().manual_seed(k), dtype=torch.float64))[0] for k in (0, 1)
     )
@@ -195,7 +354,7 @@ def test_gradients_follow_in_float32(way):
         def forward(self, y, b):
             return 0.5 * ((y @ A.float().T - b) ** 2).sum(-1) + 0.5 * self.ridge() * (y**2).sum(-1)
 
-    fit = Fit()
+    fit = Fit(hold())
     Fit.ridge = read
     layer = dil.ArgminLayer(fit, init=(6,))
     traced.forget_all()

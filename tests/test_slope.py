@@ -17,7 +17,7 @@ TIMES = torch.linspace(0, 1, 11, dtype=torch.float64)
 
 @pytest.fixture(autouse=True)
 def _as_new(monkeypatch):
-    monkeypatch.setattr(slope, "_seen", slope.weakref.WeakSet())
+    monkeypatch.setattr(slope, "_seen", slope.weakref.WeakKeyDictionary())
 
 
 def by_numpy(y):
@@ -76,6 +76,53 @@ def test_what_autograd_does_not_see_is_told_once(name):
         state(function)
         state(function)
     assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8, 20])
+@pytest.mark.parametrize("kind", ["detached mean", "item", "one of the others"])
+@pytest.mark.parametrize("state", [root, fixed_point, trajectory])
+def test_a_part_that_is_a_number_of_all_of_y(state, kind, n):
+    """It may change by next to nothing on a way of random signs."""
+    parts = {
+        "detached mean": lambda y: 0.5 * y.detach().mean(-1, keepdim=True),
+        "item": lambda y: 0.5 * y[0].mean().item(),
+        "one of the others": lambda y: torch.nn.functional.pad(0.5 * y[:, -1:].detach(), (0, n - 1)),
+    }
+    part, x = parts[kind], torch.ones(1, n, dtype=torch.float64)
+    with pytest.warns(dil.ConvergenceWarning, match="is not its slope"):
+        if state is root:
+            dil.root(lambda y: y - part(y) - x, 0 * x, batch_dims=1, solver=dil.Anderson())
+        elif state is fixed_point:
+            dil.fixed_point(lambda y: part(y) + x, 0 * x, batch_dims=1, solver=dil.Anderson())
+        else:
+            dil.odeint(lambda t, y: part(y) - y, x, TIMES, batch_dims=1)
+
+
+def test_other_functions_in_the_same_code_are_looked_at():
+    def made(g):
+        return lambda y: y - 0.5 * g(y) - X
+
+    class Model:
+        def __init__(self, g):
+            self.g = g
+
+        def __call__(self, y):
+            return y - 0.5 * self.g(y) - X
+
+        def residual(self, y):
+            return y - 0.5 * self.g(y) - X
+
+    good, bad = torch.tanh, lambda y: torch.tanh(y.detach()) + 0.1 * y
+    for make in (made, lambda g: Model(g).residual, Model):
+        root(make(good))
+        with pytest.warns(dil.ConvergenceWarning, match="is not its slope") as caught:
+            root(make(bad))
+            root(make(bad))
+        assert len([w for w in caught if "slope" in str(w.message)]) == (2 if make is Model else 1)
+    nets = [nn.Linear(3, 3).double() for _ in range(slope._LOOKS + 5)]
+    for net in nets:
+        root(made(lambda y, net=net: 0.1 * net(y)))
+    assert max(map(len, slope._seen.values())) <= slope._LOOKS
 
 
 def test_policies():

@@ -264,7 +264,7 @@ def test_what_nothing_shows_is_found_within_eighteen_solves(tmp_path):
     assert 0 < len(wrong) <= 18 and wrong == list(range(BEFORE, BEFORE + len(wrong)))
     (warning,) = caught
     assert warning.category is dil.ConvergenceWarning
-    assert "up to eighteen gradients before this one may be wrong" in str(warning.message)
+    assert "gradients since the last check, as a rule up to eighteen, may be wrong" in str(warning.message)
 
 
 @pytest.mark.parametrize("unit", [1e-17, 1e-120])

@@ -20,7 +20,7 @@ MAX_LINES = 400
 LAYERS = [
     ("batch", "compiled", "one_number", "shapes_only", "step_counts", "variables"),
     ("captures", "convolve", "matvec", "probe"),
-    ("linearize",),
+    ("linearize", "signature"),
     ("plot", "graph", "not_a_tensor"),
     ("solution", "traced"),
     ("live",),

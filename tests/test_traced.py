@@ -16,9 +16,9 @@ from torch.nn import functional
 import torchdil as dil
 from torchdil import traced
 from torchdil.batch import default_rtol
-from torchdil.captures import signature
 from torchdil.condition import Condition
 from torchdil.linearize import UntraceableError, split
+from torchdil.signature import signature
 from torchdil.solution import Outcome, Report, Stats
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-12}
@@ -420,7 +420,7 @@ def test_a_hidden_change_of_the_derivative_alone_is_told(monkeypatch):
         scaled_gradient(W, seed)
     assert traces()
     monkeypatch.setattr(KEPT, "prec", 200)
-    with pytest.warns(dil.ConvergenceWarning, match="up to eighteen gradients before this one may be wrong"):
+    with pytest.warns(dil.ConvergenceWarning, match="gradients since the last check, as a rule up to eighteen, may be wrong"):
         for _ in range(2 * traced._CHECKED_EVERY):
             found = scaled_gradient(W, 0)
     assert not traces()

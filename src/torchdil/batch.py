@@ -155,7 +155,8 @@ class Layout:
 
 def leaves(tree: Any) -> list[Any]:
     """What a nested structure holds."""
-    if isinstance(tree, Tensor):  # what most are; torch's own way takes as long as some solves
+    # A tensor, or no arguments, is what most are; torch's own way takes as long as some solves.
+    if isinstance(tree, Tensor):
         return [tree]
     return [] if isinstance(tree, tuple) and not tree else pytree.tree_leaves(tree)
 

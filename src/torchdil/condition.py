@@ -22,8 +22,8 @@ Residual = Callable[[Tensor], Tensor]
 
 _STALE = (
     "The derivatives of this implicit layer's function have changed while its value has not, by something that is neither a "
-    "tensor nor a number it reads: up to eighteen gradients before this one may be wrong; to prevent it, give "
-    "linear_solver=Auto(product='backward')."
+    "tensor nor a number it reads: the gradients since the last check, as a rule up to eighteen, may be wrong; to prevent it, "
+    "give linear_solver=Auto(product='backward')."
 )
 
 # How far the true residual may exceed the one that a solver kept by recurrence before the solve counts as failed, or how many
@@ -107,7 +107,7 @@ class Condition:
         assert self.report.forward is not None
         status, stats = self.report.forward
         missed = indefinite.reshape(status.shape) & (status == Status.converged)
-        if bool(missed.any()):
+        if bool(missed.any()) or (self.on_failure == "raise" and bool((status == Status.negative_curvature).any())):
             self.report.forward = Outcome(torch.where(missed, int(Status.negative_curvature), status), stats)
             self.failed = self.failed | handle_failure("forward", self.report.forward, self.on_failure, self.report).reshape(-1)
 
@@ -120,13 +120,9 @@ class Condition:
     def solve_at_once(self, operator: Operator, rhs: Tensor, boundary: list[Tensor]) -> tuple[Tensor | None, ...] | None:
         """-gᵀ ∂F/∂t for each t of the boundary, Jᵀ g = rhs, by one function; None without one, or in trouble."""
         source, F, solver = operator.source, operator.watched, self.linear_solver
-        if (
-            source is None
-            or F is None
-            or source.due
-            or self.on_failure in ("zero", "nan")
-            or not (rhs.numel() and source.pulls)
-        ):
+        if source is None or F is None or self.on_failure in ("zero", "nan"):
+            return None
+        if source.due or not (rhs.numel() and source.pulls):
             return None
         at_once = solver.at_once(operator, True, source.expected(solver.settings))
         if at_once is None:

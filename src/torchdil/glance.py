@@ -39,13 +39,13 @@ def glance(point: Point, status: Tensor, start: Tensor | None, rtol: float, atol
         looks: whether to look for negative curvature, too.
     """
     linear, y = point.operator.linear(transpose=True), point.operator.y
-    if linear is None or not len(y):
+    least, most = squares_within(y.dtype)
+    if linear is None or not len(y) or least >= most:
         return None
     look = look_at_once(point.operator) if looks else None
     if looks and look is None:
         return None
     given = () if start is None else (start,)
-    least, most = squares_within(y.dtype)
 
     def routine(
         product: Callable[[Tensor], tuple[Tensor]], status: Tensor, y: Tensor, F: Tensor, *more: Tensor

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchdil.captures import captured_tensors
 
@@ -20,11 +20,13 @@ class Dependence(NamedTuple):
     Attributes:
         on_leaf: whether it depends on the leaf at all.
         tensors: the tensors from outside that it depends on, leaves or not.
+        edges: where they are in the graph; a tensor that is changed in place is elsewhere from then on.
         hidden: whether there are others, non-leaf, that could not be found.
     """
 
     on_leaf: bool
     tensors: list[Tensor]
+    edges: list[GradientEdge]
     hidden: bool
 
 
@@ -60,7 +62,7 @@ def dependence(F: Tensor, leaf: Tensor, before: Outside, known: Iterable[Tensor]
     it is in `known` or in the closure of `function`. Where ages do not tell, what is not known is followed to its leaves.
     """
     edges = {_edge(t): t for t in (*known, *before.tensors) if t.requires_grad}
-    found: dict[int, Tensor] = {}
+    found: dict[int, tuple[Tensor, GradientEdge]] = {}
     unknown = set()
     on_leaf = False
     seen = {F.grad_fn}
@@ -75,12 +77,12 @@ def dependence(F: Tensor, leaf: Tensor, before: Outside, known: Iterable[Tensor]
             if child is None:
                 continue
             tensor = edges.get(edge)
-            if tensor is None and child.name().endswith("AccumulateGrad"):
+            if tensor is None and is_leaf(child):
                 tensor = child.variable  # type: ignore[union-attr]
             if tensor is leaf:
                 on_leaf = True
             elif tensor is not None:
-                found[id(tensor)] = tensor
+                found[id(tensor)] = tensor, GradientEdge(*edge)
             elif child._sequence_nr() < before.first:
                 unknown.add(edge)
             elif child not in seen:
@@ -88,10 +90,15 @@ def dependence(F: Tensor, leaf: Tensor, before: Outside, known: Iterable[Tensor]
                 stack.append(child)
     if unknown:
         for tensor in captured_tensors(function):
-            if tensor.requires_grad and _edge(tensor) in unknown:
-                found[id(tensor)] = tensor
-                unknown.discard(_edge(tensor))
-    return Dependence(on_leaf, list(found.values()), bool(unknown))
+            if tensor.requires_grad and (edge := _edge(tensor)) in unknown:
+                found[id(tensor)] = tensor, GradientEdge(*edge)
+                unknown.discard(edge)
+    return Dependence(on_leaf, [t for t, _ in found.values()], [edge for _, edge in found.values()], bool(unknown))
+
+
+def is_leaf(node: Any) -> bool:
+    """Whether a node is where the gradient of a leaf is accumulated."""
+    return bool(node.name().endswith("AccumulateGrad"))
 
 
 def parameters(values: Iterable[Tensor]) -> list[Tensor]:
@@ -101,7 +108,7 @@ def parameters(values: Iterable[Tensor]) -> list[Tensor]:
     seen = set(stack)
     while stack:
         node = stack.pop()
-        if node.name().endswith("AccumulateGrad"):
+        if is_leaf(node):
             found.append(node.variable)  # type: ignore[attr-defined]
         for child, _ in node.next_functions:
             if child is not None and child not in seen:
@@ -148,9 +155,16 @@ def rows_by_autograd(F: Tensor, at: Tensor, vectors: Tensor) -> Tensor:
 
 
 def partial_derivatives(
-    F: Tensor, g: Tensor, tensors: list[Tensor], output: Tensor, create_graph: bool = True
+    F: Tensor,
+    g: Tensor,
+    tensors: list[Tensor],
+    output: Tensor,
+    create_graph: bool = True,
+    edges: Sequence[GradientEdge] | None = None,
 ) -> tuple[Tensor | None, ...]:
     """gᵀ ∂F/∂t for each t in `tensors`, the others and `output` held fixed.
+
+    `edges` says where they were in the graph when F was evaluated; None: they are still there.
 
     `autograd.grad` alone would follow one tensor's history into another, and the output's own history into all of them. Hooks
     stop the walk there, for the one walk that starts below. The user's own hooks are for the gradients that come of it later.
@@ -167,14 +181,16 @@ def partial_derivatives(
         return lambda grad: None if inside() else hook(grad)
 
     handles: list[Any] = [F.register_hook(lambda _: walk.append(torch._C._current_graph_task_id()))]
-    handles += [t.grad_fn.register_prehook(stop) for t in (output, *tensors) if t.grad_fn is not None]
+    nodes = [t.grad_fn for t in tensors] if edges is None else [edge.node for edge in edges]
+    handles += [node.register_prehook(stop) for node in (output.grad_fn, *nodes) if node is not None and not is_leaf(node)]
     tables: list[Any] = [t._backward_hooks for t in tensors if t._backward_hooks]
     theirs = [(hooks, key, hook) for hooks in tables for key, hook in hooks.items()]
     for hooks, key, hook in theirs:
         hooks[key] = outside_only(hook)
     try:
         # Retained: what lies behind the tensors belongs to others, and the walk that called for this one may need it.
-        return torch.autograd.grad(F, tensors, g, retain_graph=True, create_graph=create_graph, allow_unused=True)
+        at: Sequence[Any] = tensors if edges is None else edges
+        return torch.autograd.grad(F, at, g, retain_graph=True, create_graph=create_graph, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()

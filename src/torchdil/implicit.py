@@ -27,7 +27,7 @@ from torch.autograd import forward_ad as fwd
 
 from torchdil import batch
 from torchdil.condition import Condition, Residual
-from torchdil.graph import Dependence, dependence, outside, partial_derivatives
+from torchdil.graph import Dependence, dependence, is_leaf, outside, partial_derivatives
 from torchdil.modes import as_in_forward, default_device, full_precision, no_tangents, plain_saving, tangents_active
 from torchdil.operator import Operator
 from torchdil.traced import Source
@@ -45,36 +45,37 @@ class Point:
     def __init__(self, condition: Condition, y: Tensor):
         self.condition, self.y, self.good = condition, y, False
         with torch.enable_grad(), plain_saving():
-            leaf, self.F, self._boundary, self._hidden = _evaluate(condition, y)
+            leaf, self.F, self._on = _evaluate(condition, y)
         primal = fwd.unpack_dual(self.F).primal if tangents_active() else self.F
         self.operator = Operator(condition.residual, y, condition.symmetric, graph=(leaf, primal), key=condition.key)
         self.operator.watched, self.operator.bound = primal.detach(), condition.bound
         self.operator.versions = [(t, t._version) for t in condition.tensors if not t.is_inference()]
-        tracked = torch.is_grad_enabled() and (self._boundary or self._hidden)
+        tracked = torch.is_grad_enabled() and (self._on.tensors or self._on.hidden)
         # A solver that knows the structure of J makes no products, or few.
         solver = condition.linear_solver
         by_products = solver.traces and not solver.only and (y.is_cuda or not solver.few_products)
         if tracked and by_products and condition.parts is not None and condition.replay is not None:
-            boundary = [] if self._hidden else self._boundary
+            boundary = [] if self._on.hidden else self._on.tensors
             given = (condition.parts, condition.replay, y.detach(), primal.detach(), condition.symmetric, boundary)
             self.operator.source = Source(*given, compiled=solver.product == "compile")
 
     def attach(self) -> Tensor:
         """y (B, n) with the derivatives that the condition implies; y itself where nothing asks for any."""
-        tracked = torch.is_grad_enabled() and bool(self._boundary or self._hidden)
+        on = self._on
+        tracked = torch.is_grad_enabled() and bool(on.tensors or on.hidden)
         tangent = fwd.unpack_dual(self.F).tangent if tangents_active() else None
         if not tracked and tangent is None:
             return self.y
         self.operator.pairs = self.condition.pairs
         if tracked:
-            link = _Link(self.condition, self.operator, True, self.F, self._boundary, self._hidden, self.y)
+            link = _Link(self.condition, self.operator, True, self.F, on, self.y)
             # Where derivatives of F are traced, its own graph is left to those that are not.
             source = self.operator.source
-            link.cut = tangent is None and not self._hidden and source is not None and source.pulls
-            return _Implicit.apply(link, self.F.detach() if link.cut else self.F, *self._boundary)
+            link.cut = tangent is None and not on.hidden and source is not None and source.pulls
+            return _Implicit.apply(link, self.F.detach() if link.cut else self.F, *on.tensors)
         # F requires grad because of its leaf; nothing else does, so y must not.
         assert tangent is not None
-        link = _Link(self.condition, self.operator, True, self.F, [], False, self.y)
+        link = _Link(self.condition, self.operator, True, self.F, Dependence(True, [], [], False), self.y)
         return _Implicit.apply(link, fwd.make_dual(self.F.detach(), tangent.detach()))
 
 
@@ -87,8 +88,7 @@ class _Link:
         operator: J at the solution of the original problem, whatever the order of the derivative.
         transpose: whether this node's adjoint is solved with Jᵀ; it alternates from order to order.
         F: the value of F, with its graph.
-        boundary: the tensors that F depends on.
-        hidden: whether F depends on a non-leaf tensor that could not be found.
+        on: what F depends on.
         y: the solution (detached: a reference to the output itself would be a cycle).
         cut: whether the node is not linked to the graph of F, and works out the derivatives of F itself.
     """
@@ -97,20 +97,26 @@ class _Link:
     operator: Operator
     transpose: bool
     F: Tensor
-    boundary: list[Tensor]
-    hidden: bool
+    on: Dependence
     y: Tensor
     cut: bool = False
+
+    @property
+    def boundary(self) -> list[Tensor]:
+        """The tensors that F depends on."""
+        return self.on.tensors
 
     def pull(self, g: Tensor) -> tuple[Tensor | None, ...]:
         """gᵀ ∂F/∂t for each t of the boundary that the backward pass asks for."""
         asked, source = self._asked(), self.operator.source
         if all(asked) and source is not None and (found := source.pull(g, self.boundary)) is not None:
-            if not source.due or not self.operator.stale_pull(self.F, self.boundary):
+            if not source.due or not self.operator.stale_pull(self.F, self.on):
                 return found
             self.condition.give_up(self.operator, source.relied)
-        needed = [t for t, wanted in zip(self.boundary, asked, strict=True) if wanted]
-        grads = iter(partial_derivatives(self.F, g, needed, self.operator.graph()[0], create_graph=False))
+        needed = [k for k, wanted in enumerate(asked) if wanted]
+        tensors, edges = [self.boundary[k] for k in needed], [self.on.edges[k] for k in needed]
+        leaf, _ = self.operator.graph()
+        grads = iter(partial_derivatives(self.F, g, tensors, leaf, create_graph=False, edges=edges))
         return tuple(next(grads) if wanted else None for wanted in asked)
 
     def pull_at_once(self, v: Tensor) -> tuple[Tensor | None, ...] | None:
@@ -119,7 +125,7 @@ class _Link:
 
     def _asked(self) -> list[bool]:
         """Which tensors of the boundary the backward pass asks for; of a leaf the engine does not tell."""
-        return [t.grad_fn is None or torch._C._will_engine_execute_node(t.grad_fn) for t in self.boundary]
+        return [is_leaf(edge.node) or torch._C._will_engine_execute_node(edge.node) for edge in self.on.edges]
 
     def solve(self, rhs: Tensor, transpose: bool) -> Tensor:
         return self.condition.solve(self.operator, rhs, transpose)
@@ -135,9 +141,8 @@ class _Link:
         outer = self.condition
         condition = Condition(residual, outer.symmetric, outer.linear_solver, outer.on_failure, outer.report, outer.failed)
         condition.tensors = (output, *others, *self.boundary)
-        _, F, boundary, hidden = _evaluate(condition, value)
-        inner = _Link(condition, self.operator, transpose, F, boundary, hidden, value)
-        return _Implicit.apply(inner, F, *boundary)
+        _, F, on = _evaluate(condition, value)
+        return _Implicit.apply(_Link(condition, self.operator, transpose, F, on, value), F, *on.tensors)
 
 
 class _Implicit(torch.autograd.Function):
@@ -179,14 +184,14 @@ class _Implicit(torch.autograd.Function):
         if F_tangent is None:  # something that F was made of has a tangent, F has none
             return torch.zeros_like(link.y)
         # Ḟ may be constant and J, hence ẏ, still depend on the parameters.
-        if torch.is_grad_enabled() and (link.boundary or link.hidden):
+        if torch.is_grad_enabled() and (link.boundary or link.on.hidden):
             return _attached_tangent(link)
         return -link.solve(F_tangent, not link.transpose)
 
 
 def _pull_back(link: _Link, output: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
     """-gᵀ ∂F/∂θ for each θ of the boundary, differentiable in everything; Jᵀ g = v."""
-    if link.hidden:
+    if link.on.hidden:
         raise RuntimeError(
             "The function of this implicit layer uses a non-leaf tensor that is neither in args nor a variable of its closure: "
             "pass it in args for derivatives of higher order."
@@ -222,17 +227,17 @@ def _attached_tangent(link: _Link) -> Tensor:
     return link.attach(tangent, -link.solve(F_tangent, not link.transpose), link.transpose, output)
 
 
-def _evaluate(condition: Condition, y: Tensor) -> tuple[Tensor, Tensor, list[Tensor], bool]:
-    """F at a leaf equal to y: the leaf, F, the tensors from outside that F depends on, and whether some are hidden."""
+def _evaluate(condition: Condition, y: Tensor) -> tuple[Tensor, Tensor, Dependence]:
+    """F at a leaf equal to y: the leaf, F, and what F depends on."""
     leaf = y.detach().requires_grad_()
     before = outside(leaf, condition.function)
     F = condition.residual(leaf)
     if not F.requires_grad and not condition.argument:
         F = F + 0 * leaf
-    on_leaf, tensors, hidden = dependence(F, leaf, before, condition.tensors, condition.function)
-    if condition.argument and not on_leaf:
+    on = dependence(F, leaf, before, condition.tensors, condition.function)
+    if condition.argument and not on.on_leaf:
         raise ValueError(f"{condition.argument} must depend on y, but its value does not change with y.")
-    return leaf, F, tensors, hidden
+    return leaf, F, on
 
 
 def _check_same(link: _Link, F: Tensor, now: Dependence) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.graph import partial_derivatives, rows_by_autograd
+from torchdil.graph import Dependence, partial_derivatives, rows_by_autograd
 from torchdil.linearize import split
 from torchdil.traced import Source, TracedJacobian
 
@@ -134,17 +134,18 @@ class Operator:
         error, size = (torch.linalg.vector_norm(t) for t in (true - traced, true))
         return bool(error > torch.finfo(p.dtype).eps ** 0.5 * size)
 
-    def stale_pull(self, F: Tensor, boundary: list[Tensor]) -> bool:
-        """Whether a trace gives another pᵀ ∂F/∂t than autograd for a t of the boundary; F: with its graph.
+    def stale_pull(self, F: Tensor, on: Dependence) -> bool:
+        """Whether a trace gives another pᵀ ∂F/∂t than autograd for a t that F depends on; F: with its graph.
 
         p is random: of the gradient that is asked for, little may be left but rounding.
         """
         generator = torch.Generator(F.device).manual_seed(0)
         p = torch.randn(F.shape, generator=generator, dtype=F.dtype, device=F.device)
-        found = None if self.source is None else self.source.pull(p, boundary)
+        found = None if self.source is None else self.source.pull(p, on.tensors)
         if found is None:
             return False
-        for traced, true in zip(found, partial_derivatives(F, p, boundary, self.graph()[0], create_graph=False), strict=True):
+        sure = partial_derivatives(F, p, on.tensors, self.graph()[0], create_graph=False, edges=on.edges)
+        for traced, true in zip(found, sure, strict=True):
             assert traced is not None
             off = traced if true is None else traced - true
             size = 0.0 if true is None else torch.linalg.vector_norm(true)

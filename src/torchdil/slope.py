@@ -2,7 +2,7 @@
 
 It is not where a part of the function is computed by numpy, or behind `detach()` or `item()`. A solve may succeed all the same:
 an argmin is then the minimum of something else, and the gradient of a root is wrong. So the first solve with a function looks
-at it, by differences along one random direction.
+at it, by differences along two directions.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchdil import batch
+from torchdil.captures import functions_read
 from torchdil.modes import no_tangents, plain_saving
 from torchdil.probe import direction, mixing
 from torchdil.problem import Problem
@@ -27,12 +29,15 @@ _WRONG = (
 )
 # At how many points, and how far apart at most, relative to y; how many times what a cubic misses of them its slope may be off.
 _POINTS, _LONG, _NOISES = 9, 0.03, 20.0
-# What was looked at: code, or callable objects.
-_seen: weakref.WeakSet[Any] = weakref.WeakSet()
+# What was looked at: code, or callable objects, each with what it read; and with how much that is new it is looked at again.
+_seen: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+_LOOKS = 16
 
 
 def look_once(problem: Problem, y: Tensor, function: Any, argument: str, on_failure: str) -> None:
     """Say so, as the policy wants it, if the derivative of a function is not its slope; at the first solve with it only.
+
+    A function made anew by the code that made one before is looked at if it calls other functions or modules.
 
     Args:
         problem: what is made of the function.
@@ -44,10 +49,12 @@ def look_once(problem: Problem, y: Tensor, function: Any, argument: str, on_fail
     while isinstance(function, functools.partial):
         function = function.func
     try:
-        known = getattr(function, "__code__", function)
-        if on_failure not in ("raise", "warn") or known in _seen or not len(y):
+        if on_failure not in ("raise", "warn") or not len(y):
             return
-        _seen.add(known)
+        seen, read = _seen.setdefault(getattr(function, "__code__", function), set()), functions_read(function)
+        if read in seen or len(seen) == _LOOKS:
+            return
+        seen.add(read)
         with torch.no_grad(), no_tangents(), plain_saving(), torch.random.fork_rng([y.device] if y.is_cuda else []):
             if is_slope(problem, y):
                 return
@@ -64,11 +71,17 @@ def look_once(problem: Problem, y: Tensor, function: Any, argument: str, on_fail
 def is_slope(problem: Problem, y: Tensor) -> bool:
     """Whether the derivative of what the user gave is its slope, at points aside of y, where a kink would be.
 
-    True where that cannot be told. The slope is that of the objective of an argmin, else of cᵀF(y) with a random c.
+    True where that cannot be told. The slope is that of the objective of an argmin, else of F.
     """
     d = direction(y)
-    # Once more from elsewhere: the differences that a kink or low precision spoils there are not those spoiled here.
-    return not bool((_is_off(problem, y + 0.1 * d, d) & _is_off(problem, y - 0.07 * d.flip(1), d)).any())
+    # Along all of y, too: a sum or a mean may change by next to nothing on a way of random signs.
+    ahead = d.abs() + d.abs().mean(dim=1, keepdim=True)
+    for way in (d, batch.scale(batch.norm(d) / batch.norm(ahead), ahead)):
+        off = _is_off(problem, y + 0.1 * way, way)
+        # Once more from elsewhere: the differences that a kink or low precision spoils there are not those spoiled here.
+        if bool(off.any()) and bool((off & _is_off(problem, y - 0.07 * way.flip(1), way)).any()):
+            return False
+    return True
 
 
 def _is_off(problem: Problem, y: Tensor, d: Tensor) -> Tensor:
@@ -76,30 +89,37 @@ def _is_off(problem: Problem, y: Tensor, d: Tensor) -> Tensor:
 
     A function that computes in half precision inside has steps that are longer than the short way, and goes nowhere on it.
     """
-    c = None if problem.objective is not None else direction(y.flip(1)).flip(1)
 
-    def value(y: Tensor) -> tuple[Tensor, Tensor]:
-        if c is None:
-            assert problem.objective is not None
-            found = problem.objective(y)
-            return found, found.abs()
-        F = problem.evaluate(y)
-        return batch.dot(c, F), batch.norm(c) * batch.norm(F)
+    def value(y: Tensor) -> Tensor:
+        return problem.evaluate(y) if problem.objective is None else problem.objective(y).unsqueeze(1)
 
-    said = batch.dot(problem.evaluate(y) if c is None else problem.operator(y).rmv(c), d)
-    eps, off = torch.finfo(y.dtype).eps, torch.ones_like(said, dtype=torch.bool)
+    derivative = _along(problem, y, d)
+    eps, off = torch.finfo(y.dtype).eps, torch.ones_like(y[:, 0], dtype=torch.bool)
     x = torch.linspace(-1, 1, _POINTS, dtype=torch.float64, device="cpu")
     powers = x[:, None] ** torch.arange(4, device="cpu")  # a cubic is fitted
     inverse = torch.linalg.pinv(powers)
-    for way in {eps ** (1 / 3): None, max(_LONG, eps ** (1 / 3)): None}:
-        found, sizes = zip(*(value(y + way * step * d) for step in x.tolist()), strict=True)
-        middle = found[_POINTS // 2]
-        values = torch.stack([f - middle for f in found]).double().cpu()
-        fitted = inverse @ values
+    for way in sorted({eps ** (1 / 3), max(_LONG, eps ** (1 / 3))}):
+        found = [value(y + way * step * d) for step in x.tolist()]
+        values = torch.stack([f - found[_POINTS // 2] for f in found]).cpu().double()
+        fitted = torch.tensordot(inverse, values, 1)
         # What the cubic misses is noise, of whatever precision, or a kink.
-        noise = (values - powers @ fitted).abs().amax(dim=0).to(said) + 2 * eps * torch.stack(sizes).amax(dim=0)
-        slope = fitted[1].to(said) / way
-        off &= (slope - said).abs() > 0.05 * slope.abs() + _NOISES * noise / way  # never with NaN
+        noise = torch.linalg.vector_norm(values - torch.tensordot(powers, fitted, 1), dim=2).amax(dim=0).to(y)
+        noise += 2 * eps * torch.stack([batch.norm(f) for f in found]).amax(dim=0)
+        slope = fitted[1].to(y) / way
+        size = batch.norm(slope)
+        # What it is along itself, and in a direction of random signs.
+        parts = [c / batch.norm(c).clamp_min(torch.finfo(c.dtype).tiny).unsqueeze(1) for c in (slope, direction(slope))]
+        wrong = torch.stack([(batch.dot(c, slope) - derivative(c)).abs() for c in parts]).amax(dim=0)
+        off &= wrong > 0.05 * size + _NOISES * noise / way  # never with NaN
         if not bool(off.any()):
             break
     return off
+
+
+def _along(problem: Problem, y: Tensor, d: Tensor) -> Callable[[Tensor], Tensor]:
+    """c -> the derivative of cᵀF(y), or of c times the objective, along d, (B,); it takes first derivatives of F only."""
+    if problem.objective is not None:
+        along = batch.dot(problem.evaluate(y), d)
+        return lambda c: c[:, 0] * along
+    operator = problem.operator(y)
+    return lambda c: batch.dot(operator.rmv(c), d)

@@ -3,7 +3,7 @@
 A layer in a training loop solves with the Jacobian of the same function time and again, only the numbers being others. After a
 few solves it is traced, and from then on products are made by what is left of the trace: as a TorchScript graph on a CPU, or as
 what Inductor makes of it for those who ask for that, and as a CUDA graph on a GPU. Tensors that the function reads are inputs
-of the trace, wherever it reads them from (`captures.signature`), and everything else that it reads is part of the key under
+of the trace, wherever it reads them from (`torchdil.signature`), and everything else that it reads is part of the key under
 which the trace is kept.
 
 That leaves what cannot be seen, a number in a file for example. So F by the trace is compared with F at every point. A backward
@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.captures import signature
 from torchdil.compiled import CudaGraph, by_inductor, quietly, room_for, scripted, tracing
 from torchdil.graph import partial_derivatives
 from torchdil.linearize import Split, UntraceableError, add_in_place, split
 from torchdil.shapes_only import shapes_only
+from torchdil.signature import signature
 from torchdil.step_counts import StepCounts
 
 Product = Callable[[Tensor], Tensor]
@@ -58,7 +58,7 @@ class _Memory:
     """What is known of one function: how often its Jacobian was solved with, in how many steps, and its trace."""
 
     def __init__(self) -> None:
-        self.solves = 0
+        self.solves = self.next_check = 0
         self.refused = False
         self.trace: _Trace | None = None
         self.counts = StepCounts()
@@ -209,10 +209,7 @@ class Source:
             _memories[key] = self._memory  # at the end: those that were not used for longest are forgotten
             if len(_memories) > _REMEMBERED:
                 del _memories[next(iter(_memories))]
-        solves = self._memory.solves
-        turn, place = divmod(solves, _CHECKED_EVERY)
-        checked = zlib.crc32(turn.to_bytes(8, "little")) % _CHECKED_EVERY
-        self._due = solves < _PATIENCE + _CHECKED_FIRST or place == checked
+        self._due = self._memory.solves >= self._memory.next_check
         # Traced now, when the function reads what it read for F, though it is used only in the backward pass.
         if self._memory.solves >= _PATIENCE and self._memory.trace is None and not self._memory.refused:
             self._make(residual, boundary)
@@ -234,8 +231,11 @@ class Source:
 
     def solved(self) -> None:
         """Count a solve."""
-        if self._memory is not None:
-            self._memory.solves += 1
+        if (memory := self._memory) is not None:
+            if self._due and memory.solves >= max(memory.next_check, _PATIENCE + _CHECKED_FIRST - 1):
+                turn = memory.solves // _CHECKED_EVERY + 1
+                memory.next_check = _CHECKED_EVERY * turn + zlib.crc32(turn.to_bytes(8, "little")) % _CHECKED_EVERY
+            memory.solves += 1
 
     @property
     def relied(self) -> bool:

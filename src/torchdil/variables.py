@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import types
 from collections.abc import Iterable
 from itertools import pairwise
@@ -54,9 +55,26 @@ def names_in(code: types.CodeType) -> list[str]:
 @functools.lru_cache(maxsize=4096)
 def mentioned(code: types.CodeType) -> frozenset[str]:
     """The names that a function looks up anywhere, attributes included, and strings that may be such names, as of `getattr`."""
-    strings = (constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier())
+    several = (constant for constant in code.co_consts if isinstance(constant, (tuple, frozenset)))
+    constants = itertools.chain(code.co_consts, *several)
+    strings = (constant for constant in constants if isinstance(constant, str) and constant.isidentifier())
     inside = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset().union(code.co_names, strings, *map(mentioned, inside))
+
+
+@functools.lru_cache(maxsize=4096)
+def composes_names(code: types.CodeType) -> bool:
+    """Whether code asks for attributes by names that are not constants, as `getattr(self, f"_loss_{kind}")` does."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    for place, step in enumerate(steps):
+        if step.opname in _GLOBAL and step.argval == "getattr":
+            # Its arguments come next: an object, perhaps an attribute of one, and a constant that nothing is added to.
+            following = itertools.takewhile(lambda one: "CALL" not in one.opname, steps[place + 1 :])
+            parts = [one for one in following if one.opname not in ("PUSH_NULL", "LOAD_ATTR")]
+            constant = [one.argval for one in parts[1:2] if one.opname == "LOAD_CONST"]
+            if not (constant and isinstance(constant[0], str)) or any(not one.opname.startswith("LOAD") for one in parts):
+                return True
+    return any(composes_names(inside) for inside in code.co_consts if isinstance(inside, types.CodeType))
 
 
 @functools.lru_cache(maxsize=4096)

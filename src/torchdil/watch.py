@@ -76,8 +76,9 @@ class Watch:
         k, self.walks = self.walks, self.walks + 1
         if k == len(self.grids):
             self.grids.append((ends, rows))
-        # A function that is given other shapes than before is random in its own way.
-        same = [len(rows), *rows.shape[2:]] == [len(self.grids[k][1]), *self.grids[k][1].shape[2:]]
+        # A function that makes problems of other shapes than before has no grid to go on with.
+        known = self.grids[k][1]
+        same = (len(rows), *rows.shape[2:]) == (len(known), *known.shape[2:])
         return self.grids[k] if same else (ends, rows)
 
     def found(self, setting: Setting, problem: Problem, start: Tensor, result: Result) -> Tensor | None:

@@ -85,8 +85,6 @@ class Auto(LinearSolver):
         return combined
 
     def _directly(self, operator: Operator) -> bool:
-        if operator.factors and not self.damping:
-            return True
         samples, n = operator.shape
         beside_cg = operator.symmetric and operator.y.device.type == "cpu"
         return direct_pays(samples, n, beside_cg) if self.dense_below is None else n <= self.dense_below

@@ -14,14 +14,14 @@ from torchdil.linear.dense import factorised
 from torchdil.operator import Operator
 from torchdil.solution import Status
 
-# Steps of Lanczos, from a random start, that look for negative curvature where J is too large to factorise. Few are taken: they
-# end when what is left is less than the part of any direction in that start.
+# Steps of Lanczos, from a random start, that look for negative curvature where J is too large to factorise. Where J is not
+# ill-conditioned few are taken: they end when what is left is less than the part of any direction in that start.
 _PROBE_STEPS = 200
 _PROBE = "probe"
 
 
 def negative_curvature(operator: Operator) -> Tensor:
-    """Which samples have it, (B,): exactly for small unknowns, else as a few Lanczos steps see it."""
+    """Which samples have it, (B,): exactly for small unknowns, else as Lanczos steps see it."""
     with torch.no_grad():
         samples = len(operator.y)
         if not _directly(operator):
@@ -71,7 +71,7 @@ def look_at_once(operator: Operator) -> Look | None:
         tolerance = cg.tolerance(probe)
         _, noted, positive, *_ = cg.steps_at_once(count, product, probe, tolerance, probe)
         met = noted[-1, 0] <= tolerance
-        return product(p)[0], positive if count == _PROBE_STEPS else positive & met
+        return product(p)[0], positive & met
 
     return Look((_PROBE, count), probed, (_probe(operator),)) if count else None
 

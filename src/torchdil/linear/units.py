@@ -6,6 +6,7 @@ step of a Krylov method, though no number is infinite. A power of two as the uni
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from torchdil.solution import Result, Stats
 _RESIDUAL = 1e-4
 
 
+@functools.cache
 def squares_within(dtype: torch.dtype) -> tuple[float, float]:
     """Numbers between these have squares, those of their residuals included."""
     info = torch.finfo(dtype)

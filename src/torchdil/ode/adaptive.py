@@ -48,9 +48,9 @@ def adaptive(
         walk.run()
         ends, rows = walk.path()
         if (watching := observer.get()) is not None:
-            begin = equation.t[0].double()
+            begin, before = equation.t[0].double(), rows
             lengths, rows = watching.stepped(ends - begin, rows)
-            ends = begin + lengths
+            ends = ends if rows is before else begin + lengths  # which rounds
         grid = torch.cat((equation.t[:1].double().expand(len(ends), 1), ends), dim=1)
         grid = grid[int(walk.accepted.argmax())] if common else grid
     first = equation.t[0].double()

@@ -33,7 +33,7 @@ def boundary(equation: Equation, field: Field, method: Method, times: Tensor, st
         before = outside(leaf, equation.func)
         slopes = field(equation.func, at.to(leaf.dtype), leaf)
         known = (*pytree.tree_leaves(equation.y0), equation.t)
-        _, tensors, hidden = dependence(slopes, leaf, before, known, equation.func)
+        _, tensors, _, hidden = dependence(slopes, leaf, before, known, equation.func)
     if hidden:
         raise RuntimeError(
             f"func uses a non-leaf tensor that is not a variable of its closure, which {asked} cannot differentiate: make it "
