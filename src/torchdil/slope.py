@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,17 +70,21 @@ def look_once(problem: Problem, y: Tensor, function: Any, argument: str, on_fail
 def is_slope(problem: Problem, y: Tensor) -> bool:
     """Whether the derivative of what the user gave is its slope, at points aside of y, where a kink would be.
 
-    True where that cannot be told. The slope is that of the objective of an argmin, else of F.
+    True where that cannot be told. The slope is that of the objective of an argmin, else of two combinations cᵀF(y).
     """
-    d = direction(y)
-    # Along all of y, too: a sum or a mean may change by next to nothing on a way of random signs.
-    ahead = d.abs() + d.abs().mean(dim=1, keepdim=True)
-    for way in (d, batch.scale(batch.norm(d) / batch.norm(ahead), ahead)):
-        off = _is_off(problem, y + 0.1 * way, way)
+    for d in _ways(y):
+        off = _is_off(problem, y + 0.1 * d, d)
         # Once more from elsewhere: the differences that a kink or low precision spoils there are not those spoiled here.
-        if bool(off.any()) and bool((off & _is_off(problem, y - 0.07 * way.flip(1), way)).any()):
+        if bool(off.any()) and bool((off & _is_off(problem, y - 0.07 * d.flip(1), d)).any()):
             return False
     return True
+
+
+def _ways(y: Tensor) -> list[Tensor]:
+    """Two directions, of random signs and along all of y: a sum or a mean may change by next to nothing along the first."""
+    d = direction(y)
+    ahead = d.abs() + d.abs().mean(dim=1, keepdim=True)
+    return [d, batch.scale(batch.norm(d) / batch.norm(ahead), ahead)]
 
 
 def _is_off(problem: Problem, y: Tensor, d: Tensor) -> Tensor:
@@ -89,37 +92,37 @@ def _is_off(problem: Problem, y: Tensor, d: Tensor) -> Tensor:
 
     A function that computes in half precision inside has steps that are longer than the short way, and goes nowhere on it.
     """
+    objective = problem.objective
+    parts = [] if objective is not None else [c.flip(1) for c in _ways(y.flip(1))]
 
-    def value(y: Tensor) -> Tensor:
-        return problem.evaluate(y) if problem.objective is None else problem.objective(y).unsqueeze(1)
+    def value(y: Tensor) -> tuple[Tensor, Tensor]:
+        """What is looked at, (B, ·), and of what size it is made."""
+        if objective is not None:
+            found = objective(y).unsqueeze(1)
+            return found, found.abs()
+        F = problem.evaluate(y)
+        columns = [(batch.dot(c, F), batch.norm(c) * batch.norm(F)) for c in parts]
+        return torch.stack([c for c, _ in columns], dim=1), torch.stack([size for _, size in columns], dim=1)
 
-    derivative = _along(problem, y, d)
-    eps, off = torch.finfo(y.dtype).eps, torch.ones_like(y[:, 0], dtype=torch.bool)
+    if objective is not None:
+        said = batch.dot(problem.evaluate(y), d).unsqueeze(1)
+    else:
+        operator = problem.operator(y)
+        said = torch.stack([batch.dot(operator.rmv(c), d) for c in parts], dim=1)
+    eps, off = torch.finfo(y.dtype).eps, torch.ones_like(said[:, 0], dtype=torch.bool)
     x = torch.linspace(-1, 1, _POINTS, dtype=torch.float64, device="cpu")
     powers = x[:, None] ** torch.arange(4, device="cpu")  # a cubic is fitted
     inverse = torch.linalg.pinv(powers)
     for way in sorted({eps ** (1 / 3), max(_LONG, eps ** (1 / 3))}):
-        found = [value(y + way * step * d) for step in x.tolist()]
+        found, sizes = zip(*(value(y + way * step * d) for step in x.tolist()), strict=True)
         values = torch.stack([f - found[_POINTS // 2] for f in found]).cpu().double()
         fitted = torch.tensordot(inverse, values, 1)
         # What the cubic misses is noise, of whatever precision, or a kink.
-        noise = torch.linalg.vector_norm(values - torch.tensordot(powers, fitted, 1), dim=2).amax(dim=0).to(y)
-        noise += 2 * eps * torch.stack([batch.norm(f) for f in found]).amax(dim=0)
-        slope = fitted[1].to(y) / way
-        size = batch.norm(slope)
-        # What it is along itself, and in a direction of random signs.
-        parts = [c / batch.norm(c).clamp_min(torch.finfo(c.dtype).tiny).unsqueeze(1) for c in (slope, direction(slope))]
-        wrong = torch.stack([(batch.dot(c, slope) - derivative(c)).abs() for c in parts]).amax(dim=0)
-        off &= wrong > 0.05 * size + _NOISES * noise / way  # never with NaN
+        noise = (values - torch.tensordot(powers, fitted, 1)).abs().amax(dim=0).to(said)
+        noise += 2 * eps * torch.stack(sizes).amax(dim=0)
+        slope = fitted[1].to(said) / way
+        wrong = (slope - said).abs() > 0.05 * slope.abs() + _NOISES * noise / way  # never with NaN
+        off &= wrong.any(dim=1)
         if not bool(off.any()):
             break
     return off
-
-
-def _along(problem: Problem, y: Tensor, d: Tensor) -> Callable[[Tensor], Tensor]:
-    """c -> the derivative of cᵀF(y), or of c times the objective, along d, (B,); it takes first derivatives of F only."""
-    if problem.objective is not None:
-        along = batch.dot(problem.evaluate(y), d)
-        return lambda c: c[:, 0] * along
-    operator = problem.operator(y)
-    return lambda c: batch.dot(operator.rmv(c), d)
