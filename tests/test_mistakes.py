@@ -123,6 +123,36 @@ STOPS = {
         r"depend on y differentiably.*no detach\(\), item\(\) or numpy",
     ),
     "steps in the score": (lambda: argmin(lambda y, x: (y > x).double().sum(-1)), ValueError, "depend on y differentiably"),
+    "a class in place of a network": (
+        lambda: dil.NeuralODE(nn.Tanh),
+        TypeError,
+        r"field must be callable as field\(t, y\), got the class Tanh: make one of it first",
+    ),
+    "a class in place of dynamics": (
+        lambda: dil.control.MPC(nn.Linear, score, 3, 3),
+        TypeError,
+        "dynamics .* the class Linear",
+    ),
+    "a network that takes no time": (
+        lambda: dil.odeint(nn.Linear(3, 3).double(), Y0, T),
+        TypeError,
+        r"it takes \(input.*wrap it, lambda t, y: func\(y\)",
+    ),
+    "a list of rates": (
+        lambda: dil.odeint(lambda t, y: [y, y], Y0, T),
+        TypeError,
+        "got list: make one tensor of it by torch.stack",
+    ),
+    "Picard for an argmin": (
+        lambda: argmin(solver=dil.Picard()),
+        ValueError,
+        r"Picard\(\) finds fixed points and roots: use Newton",
+    ),
+    "planning in half precision": (
+        lambda: dil.control.MPC(lambda x, u: x + u, lambda x, u: x.sum(-1), 3, 3)(X.half()),
+        TypeError,
+        r"x_obs must be float32 or float64.*x_obs\.float\(\)",
+    ),
     "x forgotten": (lambda: argmin(args=()), TypeError, r"callable as score\(y\): missing a required argument: 'x'"),
     "x without a tuple": (lambda: argmin(args=X), TypeError, r"write args=\(x,\)"),
     "two inputs of a layer": (
@@ -132,7 +162,7 @@ STOPS = {
     ),
     "no input of a layer": (lambda: dil.ArgminLayer(score, init=(3,))(), TypeError, "missing a required argument: 'x'"),
     # y0
-    "a list of numbers": (lambda: argmin(y0=[0.0, 0.0]), TypeError, "y0 must be a tensor.*float"),
+    "a list of numbers": (lambda: argmin(y0=[0.0, 0.0]), TypeError, "y0 must be a tensor.*got list of float: use torch.tensor"),
     "a shape": (lambda: argmin(y0=(4, 3)), TypeError, "y0 must be a tensor.*int"),
     "integers": (lambda: argmin(y0=torch.zeros(4, 3, dtype=torch.long)), TypeError, r"y0\.double\(\)"),
     "complex numbers": (lambda: argmin(y0=Y0 + 0j), TypeError, "torch.view_as_real"),
@@ -245,6 +275,10 @@ def kinked(y, x):
 
 
 # id: (call, what the warning must say)
+def cost_of_control(x, u):
+    return ((x - 1) ** 2).sum(-1) + (u**2).sum(-1)
+
+
 WARNS = {
     "maximising": (lambda: argmin(lambda y, x: -score(y, x)), "score falls without end.*check its sign"),
     "maximising by LBFGS": (lambda: argmin(lambda y, x: -((y - x) ** 2).sum(-1), solver=dil.LBFGS()), "falls without end"),
@@ -287,7 +321,24 @@ WARNS = {
         r"does not contract: use solver=Anderson",
     ),
     "a map that swings": (lambda: dil.fixed_point(lambda y: 1 - y, torch.zeros(3)), "does not contract"),
-    "NaN in x": (lambda: argmin(args=(torch.where(X > 1, torch.nan, X),)), "for 1 of 4 samples.*args hold NaN"),
+    "NaN in x": (
+        lambda: argmin(args=(torch.where(X > 1, torch.nan, X),)),
+        r"for 1 of 4 samples.*args\[0\] holds NaN or infinity \(sample",
+    ),
+    "a kink, and too few steps": (
+        lambda: dil.argmin(lambda y: ((y - X) ** 2).sum() + y.abs().sum(), Y0 + 1.0, solver=dil.GradientDescent(max_steps=200)),
+        "jumps at the answer: smooth what makes it",
+    ),
+    "a number of y in a root": (
+        lambda: dil.root(lambda y: y - 0.5 * y.detach().sum() - X, Y0),
+        "derivative of residual is not its slope",
+    ),
+    "numpy in dynamics": (
+        lambda: dil.control.MPC(lambda x, u: torch.as_tensor(0.9 * x.detach().cpu().numpy()).to(u) + u, cost_of_control, 5, 3)(
+            X
+        ),
+        "derivative of cost or dynamics is not its slope",
+    ),
     "NaN in y0": (lambda: argmin(y0=Y0 * torch.nan), "y0 holds NaN"),
     "a start where the score is not finite": (
         lambda: argmin(lambda y, x: (y - x - torch.log(y)).sum(-1)),

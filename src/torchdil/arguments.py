@@ -16,10 +16,17 @@ from torchdil.modes import observed_by
 from torchdil.solution import check_policy, user_frame
 
 
+def check_callable(function: Any, name: str, call: str) -> None:
+    """Raise one sentence if the function cannot be called, or is a class; `call`: how it is called."""
+    if isinstance(function, type):
+        raise TypeError(f"{name} must be callable as {call}, got the class {function.__name__}: make one of it first.")
+    if not callable(function):
+        raise TypeError(f"{name} must be callable as {call}, got {type(function).__name__}.")
+
+
 def check_arguments(function: Any, name: str, y0: Any, y_name: str, args: Any, on_failure: str) -> tuple[Any, ...]:
     """Raise one sentence for what cannot work; returns `args` as a tuple."""
-    if not callable(function):
-        raise TypeError(f"{name} must be callable as {name}(y, *args), got {type(function).__name__}.")
+    check_callable(function, name, f"{name}(y, *args)")
     if not isinstance(args, (tuple, list)):
         raise TypeError(f"args must be a tuple, got {type(args).__name__}: write args=(x,).")
     check_unknown(y0, y_name)
@@ -54,7 +61,11 @@ def check_signature(function: Any, name: str, parameters: tuple[str, ...], value
     try:
         signature.bind(*values)
     except TypeError as error:
-        raise TypeError(f"{name} must be callable as {name}({', '.join(parameters)}): {error}.") from None
+        call = f"{name}({', '.join(parameters)})"
+        takes = f"it takes ({', '.join(map(str, signature.parameters.values()))})"
+        fewer = len(signature.parameters) < len(values)
+        to_do = f": wrap it, lambda {', '.join(parameters)}: {name}({parameters[-1]})" if fewer and "]" not in call else ""
+        raise TypeError(f"{name} must be callable as {call}: {error}, {takes}{to_do}.") from None
     return list(signature.parameters)
 
 
@@ -69,7 +80,8 @@ def check_output(function: Callable[..., Any], name: str, y0: Any, args: tuple[A
     got, got_spec = pytree.tree_flatten(value)
     if spec != got_spec or not all(isinstance(leaf, Tensor) for leaf in got):
         keys = f" with the keys {list(value)}" if isinstance(value, dict) else ""
-        raise TypeError(f"{name} must return tensors in the structure of y, got {type(value).__name__}{keys}.")
+        to_do = ": make one tensor of it by torch.stack" if isinstance(value, (list, tuple)) and isinstance(y0, Tensor) else ""
+        raise TypeError(f"{name} must return tensors in the structure of y, got {type(value).__name__}{keys}{to_do}.")
     for leaf, like in zip(got, expected, strict=True):
         if leaf.layout != torch.strided:
             raise TypeError(f"{name} must return dense tensors, got {leaf.layout}.")
@@ -90,7 +102,8 @@ def check_unknown(y: Any, name: str) -> None:
         raise TypeError(f"{name} must hold at least one tensor, got {y!r}.")
     for leaf in found:
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"{name} must be a tensor or a nested tuple/dict of tensors, got {type(leaf).__name__}.")
+            given = type(leaf).__name__ if leaf is y else f"{type(y).__name__} of {type(leaf).__name__}"
+            raise TypeError(f"{name} must be a tensor or a nested tuple/dict of tensors, got {given}: use torch.tensor.")
         if leaf.layout != torch.strided:
             raise TypeError(f"{name} must be a dense tensor, got {leaf.layout}: use {name}.to_dense().")
         if not leaf.is_floating_point():

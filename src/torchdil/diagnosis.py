@@ -16,7 +16,7 @@ from torchdil import batch
 from torchdil.probe import direction, is_random, mixes, mixes_samples
 from torchdil.problem import Problem, gradient
 from torchdil.slope import is_slope
-from torchdil.solution import Result, Status
+from torchdil.solution import Result, Status, which
 
 # By how much y has grown if it runs away, and how small the slope of ‖F‖ is where F cannot be made smaller.
 _FAR, _FLAT = 1e6, 1e-3
@@ -52,18 +52,18 @@ def _cause(problem: Problem, start: Tensor, result: Result, args: Any, solver: s
         return is_random(name)
     if mixes(problem.evaluate, y, F):
         return mixes_samples(name, kind)
-    if kind == "argmin" and not is_slope(problem, y):
+    if kind in ("argmin", "root", "fixed_point") and not is_slope(problem, y):
         return f"the derivative of {name} is not its slope: use no detach(), item() or numpy on the way from y to its value"
     if bool((result.status[failed] == Status.negative_curvature).any()):
         return "the point is a maximum or a saddle: start elsewhere, or, to maximise a score, minimise its negative"
     if problem.objective is not None and problem.box is None and _falls(problem, start, y, failed):
         return f"{name} falls without end, so it has no minimum: add a term that grows, or check its sign"
+    if jumps(problem, result.value, failed):
+        return f"the derivative of {name} jumps at the answer: smooth what makes it (relu, abs, max), or use bounds"
     if bool((result.status[failed] == Status.max_steps).all()):
         return ""  # all may be well so far
     if kind == "fixed_point" and solver == "Picard":
         return "y <- g(y) does not settle, because g does not contract: use solver=Anderson(), Broyden() or Newton()"
-    if jumps(problem, result.value, failed):
-        return f"the derivative of {name} jumps at the answer: smooth what makes it (relu, abs, max), or use bounds"
     if kind == "root" and _is_stuck(problem, result.value, failed):
         return f"{name} cannot be made smaller near here, and it is not 0: there may be no root, or start elsewhere"
     return ""
@@ -72,9 +72,11 @@ def _cause(problem: Problem, start: Tensor, result: Result, args: Any, solver: s
 def _not_finite(name: str, start: Tensor, args: Any) -> str:
     if not bool(torch.isfinite(start).all()):
         return "y0 holds NaN or infinity: start elsewhere"
-    tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)]
-    if any(not bool(torch.isfinite(t).all()) for t in tensors):
-        return "args hold NaN or infinity: clean them"
+    for k, arg in enumerate(args):
+        for t in (leaf for leaf in pytree.tree_leaves(arg) if isinstance(leaf, Tensor)):
+            if bool((lost := ~torch.isfinite(t)).any()):
+                rows = lost.flatten(1).any(dim=1) if t.dim() > 1 and len(t) == len(start) else None
+                return f"args[{k}] holds NaN or infinity{'' if rows is None else f' ({which(rows)})'}: clean it"
     return f"{name} or its derivative is not finite at y0: start elsewhere, or check it there (a root or a logarithm of 0?)"
 
 

@@ -21,6 +21,7 @@ class FixedPoint(Statement):
     """F(y) = y - g(y)."""
 
     name, argument, symmetric = "fixed_point", "g", False
+    advice = "use another solver, Anderson(), Newton() or Broyden(), raise its max_steps, loosen rtol or use float64"
 
     def residual(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
         return y - self.layout.ravel(call(self.layout.unravel(y), *args))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchdil.argmin import argmin
+from torchdil.arguments import check_callable
 from torchdil.batch import map_tensors
 from torchdil.fixed_point import fixed_point
 from torchdil.linear.base import LinearSolver
@@ -75,8 +76,7 @@ class _Layer(Reporting):
         on_failure: FailurePolicy,
     ):
         super().__init__()
-        if not callable(function):
-            raise TypeError(f"The function of a layer must be callable as fn(y, x), got {type(function).__name__}.")
+        check_callable(function, "The function of a layer", "fn(y, x)")
         check_policy(on_failure)
         _check_init(init)
         self.function = function

@@ -41,6 +41,7 @@ class Statement(ABC):
 
     name: ClassVar[str]
     argument: ClassVar[str]  # what the user's function is called in the signature
+    functions: ClassVar[str] = ""  # all of them, where there are several
     symmetric: ClassVar[bool]
     has_objective: ClassVar[bool] = False
     rowwise: ClassVar[bool] = False  # whether all args are (B, ·) matrices, a row for each sample

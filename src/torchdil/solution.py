@@ -67,6 +67,16 @@ _MESSAGES = {
 }
 
 
+# Of a forward solve, whose solvers have no damping.
+_FORWARD = {
+    Status.stagnated: (
+        "loosen rtol, use float64 or another solver; a function that is not smooth, has no solution or mixes samples (batch "
+        "normalisation) does this too"
+    ),
+    Status.breakdown: "use another solver or regularise the problem",
+}
+
+
 class ConvergenceError(RuntimeError):
     """A forward or backward solve failed and `on_failure="raise"`. `error.report` holds the numbers."""
 
@@ -327,15 +337,16 @@ def _sentence(phase: str, outcome: Outcome, failed: Tensor) -> str:
     status = Status(int(outcome.status.reshape(-1)[worst]))
     residual, tolerance = float(stats.residual.reshape(-1)[worst]), float(stats.tolerance.reshape(-1)[worst])
     stuck = status in (Status.max_steps, Status.stagnated, Status.breakdown, Status.not_stationary)
-    advice = f"To mend it: {stats.advice if stuck and stats.advice else status.advice}"
+    usual = _FORWARD.get(status, status.advice) if phase == "forward" else status.advice
+    advice = f"To mend it: {stats.advice if stuck and stats.advice else usual}"
     if stats.diagnosis:
         advice = f"The cause: {stats.diagnosis}"
     known = [(cause, samples & failed.reshape(-1)) for cause, samples in stats.causes]
-    causes = [f"{cause} ({_which(samples)})" for cause, samples in known if bool(samples.any())]
+    causes = [f"{cause} ({which(samples)})" for cause, samples in known if bool(samples.any())]
     if causes:
         others = failed.reshape(-1) & ~torch.stack([samples for _, samples in known]).any(dim=0)
         if bool(others.any()):
-            causes.append(f"{Status(int(outcome.status.reshape(-1)[others][0])).message} ({_which(others)})")
+            causes.append(f"{Status(int(outcome.status.reshape(-1)[others][0])).message} ({which(others)})")
         return (
             f"The {phase} solve ({stats.method}) failed for {int(failed.sum())} of {failed.numel()} samples: "
             f"{'; '.join(causes)}."
@@ -347,7 +358,7 @@ def _sentence(phase: str, outcome: Outcome, failed: Tensor) -> str:
     )
 
 
-def _which(samples: Tensor) -> str:
+def which(samples: Tensor) -> str:
     """The numbers of the samples in a mask, the first few of many."""
     numbers = samples.nonzero().flatten().tolist()
     shown = ", ".join(str(number) for number in numbers[:_NAMED]) + (", ..." if len(numbers) > _NAMED else "")

@@ -182,7 +182,7 @@ class Setting:
             if self.on_failure in ("raise", "warn"):
                 result.stats.diagnosis = diagnose(problem, start, result, args, type(self.solver).__name__)
         elif watching is None and statement.box(start) is None:  # in a box, what must vanish has kinks of its own
-            look_once(problem, result.value, self.function, statement.argument, self.on_failure)
+            look_once(problem, result.value, self.function, statement.functions or statement.argument, self.on_failure)
         condition.failed = self.conclude(result)
         if watching is not None and (replaced := watching.found(self, problem, start, result)) is not None:
             return replaced

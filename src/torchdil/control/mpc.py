@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchdil.arguments import check_signature, check_unknown
+from torchdil.arguments import check_callable, check_signature, check_unknown
 from torchdil.batch import Layout
 from torchdil.control.ddp import DDP
 from torchdil.control.plan import Cost, Dynamics, Plan, Planning, Terminal
@@ -81,8 +81,8 @@ class MPC(Reporting):
     ):
         super().__init__()
         for name, function in (("dynamics", dynamics), ("cost", cost), ("terminal", terminal)):
-            if not callable(function) and not (name == "terminal" and function is None):
-                raise TypeError(f"{name} must be callable, got {type(function).__name__}.")
+            if not (name == "terminal" and function is None):
+                check_callable(function, name, f"{name}(x)" if name == "terminal" else f"{name}(x, u)")
         _check_count("control_dim", control_dim)
         if isinstance(solver, type) or not (solver is None or isinstance(solver, Solver) or callable(solver)):
             raise TypeError(f"solver must be a torchdil solver such as DDP() or a callable (fn, u0) -> u, got {solver!r}.")
@@ -239,6 +239,8 @@ def _check_state(x: Any, name: str = "x_obs") -> None:
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} must be a tensor of shape (B, n), or (n,) for one system, got {got}.")
     check_unknown(x, name)
+    if x.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} must be float32 or float64 to plan with, got {x.dtype}: use {name}.float().")
     if x.is_meta:
         raise ValueError(f"{name} must hold numbers, got a tensor on the device meta.")
 

@@ -92,6 +92,7 @@ class Planning(Statement):
     """
 
     name, argument, symmetric, has_objective = "plan", "cost", True, True
+    functions = "cost or dynamics"
 
     def __init__(self, layout: Layout, bounds: tuple[Any, Any] | None, guarded: bool):
         super().__init__(layout)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchdil.arguments import check_output, check_signature, check_unknown
+from torchdil.arguments import check_callable, check_output, check_signature, check_unknown
 from torchdil.batch import Layout
 from torchdil.compiled import memory
 from torchdil.modes import observed_by, plain_saving, transforms_active
@@ -97,8 +97,7 @@ class Equation:
     @staticmethod
     def of(func: Callable[..., Any], y0: Any, t: Any, batch_dims: int) -> Equation:
         """The arguments, or one sentence for what cannot work."""
-        if not callable(func):
-            raise TypeError(f"func must be callable as func(t, y), got {type(func).__name__}.")
+        check_callable(func, "func", "func(t, y)")
         check_unknown(y0, "y0")
         first = pytree.tree_leaves(y0)[0]
         if first.dtype not in (torch.float32, torch.float64):

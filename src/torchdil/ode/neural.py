@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torchdil.arguments import check_callable
 from torchdil.batch import map_tensors
 from torchdil.layers import Reporting
 from torchdil.linear.base import LinearSolver
@@ -70,8 +71,7 @@ class NeuralODE(Reporting):
         verbose: bool = False,
     ):
         super().__init__()
-        if not callable(field):
-            raise TypeError(f"field must be callable as field(t, y), got {type(field).__name__}.")
+        check_callable(field, "field", "field(t, y)")
         check_policy(on_failure)
         if gradient not in GRADIENTS:
             raise ValueError(f"gradient must be one of {', '.join(map(repr, GRADIENTS))}, got {gradient!r}.")

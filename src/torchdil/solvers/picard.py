@@ -31,6 +31,8 @@ class Picard(Solver):
             raise ValueError(f"relaxation must be a number > 0, got {self.relaxation!r}.")
 
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
+        if problem.objective is not None:
+            raise ValueError("Picard() finds fixed points and roots: use Newton(), LBFGS() or GradientDescent() for an argmin.")
         y, F = y0, problem.evaluate(y0)
         progress = self.progress(problem, F, tolerance, patience=100)
         while not progress.finished():
