@@ -74,11 +74,12 @@ All of it together, the backward pass not traced over traced: {_gain(results)}, 
 What a function reads, its tensors, numbers, code and classes, is looked at in every call, and a change of anything but the
 tensors is another trace. Of an object whose attributes it reads, only those count: where the function of a layer is a method
 of the model that the layer is part of, the losses, counters and optimizers that the model keeps make no difference. A function
-that reads values of tensors (`item()`, `if mask.any()`, `theta[mask]`), or whose modules have backward hooks, is not traced.
+that reads values of tensors (`item()`, `if mask.any()`, `theta[mask]`), whose modules have backward hooks, or that uses what
+does not show its numbers (`globals()`, an array of numpy with more than 1000 of them, an iterator), is not traced.
 
 That leaves what cannot be seen, a number in a file for example. So F by the trace is compared with F, which was evaluated
-anyway, at every solve; and at the first three solves with a trace and at one of each ten the solution of the linear system is
-checked by one product of autograd, and gᵀ ∂F/∂θ with a random g. If one of them does not fit, the trace is given up and the
+anyway, at every solve; and at the first three solves with a trace and at one of each ten after that the solution of the linear
+system is checked by one product of autograd, and gᵀ ∂F/∂θ with a random g. If one of them does not fit, the trace is given up and the
 system is solved again; where solves before this one were not checked, a warning says so.
 `torch.use_deterministic_algorithms(True)`, or a linear solver with `product="backward"`, keeps a layer from being traced:
 rounding then does not depend on how often it was called before.
