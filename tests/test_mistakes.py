@@ -275,6 +275,11 @@ def kinked(y, x):
 
 
 # id: (call, what the warning must say)
+def lasso_of_groups(y, x):
+    """The minimum is y = x, and the gradient next to it is as long as anywhere."""
+    return (y - x).norm(dim=-1) + 0.1 * ((y - x) ** 2 + torch.cosh(y)).sum(-1)
+
+
 def cost_of_control(x, u):
     return ((x - 1) ** 2).sum(-1) + (u**2).sum(-1)
 
@@ -328,6 +333,10 @@ WARNS = {
     "a kink, and too few steps": (
         lambda: dil.argmin(lambda y: ((y - X) ** 2).sum() + y.abs().sum(), Y0 + 1.0, solver=dil.GradientDescent(max_steps=200)),
         "jumps at the answer: smooth what makes it",
+    ),
+    "a minimum at the kink of a norm": (
+        lambda: dil.argmin(lasso_of_groups, Y0, (0.3 * X,)),
+        "for 4 of 4 samples.*smooth what makes it",
     ),
     "a number of y in a root": (
         lambda: dil.root(lambda y: y - 0.5 * y.detach().sum() - X, Y0),

@@ -79,8 +79,8 @@ does not show its numbers (`globals()`, an array of numpy with more than 1000 of
 
 That leaves what cannot be seen, a number in a file for example. So F by the trace is compared with F, which was evaluated
 anyway, at every solve; and at the first three solves with a trace and at one of each ten after that the solution of the linear
-system is checked by one product of autograd, and gᵀ ∂F/∂θ with a random g. If one of them does not fit, the trace is given up and the
-system is solved again; where solves before this one were not checked, a warning says so.
+system is checked by one product of autograd, and gᵀ ∂F/∂θ with a random g. If one of them does not fit, the trace is given up
+and the system is solved again; where solves before this one were not checked, a warning says so.
 `torch.use_deterministic_algorithms(True)`, or a linear solver with `product="backward"`, keeps a layer from being traced:
 rounding then does not depend on how often it was called before.
 

@@ -58,7 +58,7 @@ def _cause(problem: Problem, start: Tensor, result: Result, args: Any, solver: s
         return "the point is a maximum or a saddle: start elsewhere, or, to maximise a score, minimise its negative"
     if problem.objective is not None and problem.box is None and _falls(problem, start, y, failed):
         return f"{name} falls without end, so it has no minimum: add a term that grows, or check its sign"
-    if jumps(problem, result.value, failed):
+    if bool((failed & jumps(problem, result.value)).any()):
         return f"the derivative of {name} jumps at the answer: smooth what makes it (relu, abs, max), or use bounds"
     if bool((result.status[failed] == Status.max_steps).all()):
         return ""  # all may be well so far
@@ -90,8 +90,8 @@ def _falls(problem: Problem, start: Tensor, y: Tensor, failed: Tensor) -> bool:
     return bool((failed & (far | sunk | (same & (batch.norm(F) > 0)))).any())
 
 
-def jumps(problem: Problem, y: Tensor, among: Tensor) -> bool:
-    """Whether F of one of the samples changes by as much over a short way across y as over a longer one.
+def jumps(problem: Problem, y: Tensor) -> Tensor:
+    """Which samples' F changes by as much over a short way across y as over a longer one, (B,).
 
     Of a problem in a box ∇f is looked at: F jumps wherever a bound begins or ceases to hold y back, however smooth f is.
     """
@@ -104,7 +104,7 @@ def jumps(problem: Problem, y: Tensor, among: Tensor) -> bool:
 
     ways = [eps**power * d for power in (0.25, 0.4)]
     far, near = (batch.norm(slope(y + way) - slope(y - way)) for way in ways)
-    return bool((among & (near > 0.5 * far)).any())
+    return near > 0.5 * far
 
 
 def _is_stuck(problem: Problem, y: Tensor, failed: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torchdil import batch, modes
 from torchdil.arguments import warn_of_no_gradient
 from torchdil.batch import Layout, map_tensors
 from torchdil.condition import Condition
-from torchdil.diagnosis import diagnose
+from torchdil.diagnosis import diagnose, jumps
 from torchdil.foreign import run_foreign
 from torchdil.glance import glance
 from torchdil.implicit import Point
@@ -38,6 +38,8 @@ from torchdil.transform import Implicit, check_captures
 
 # A solve that met its tolerance, taken relative to where it started, goes on if that was not enough where it ended.
 _ROUNDS = 3
+# By how much the natural size of F has grown on the way to an answer that is looked at for kinks.
+_GROWN = 1e4
 _NONE = torch.tensor(False, device="cpu")  # no sample has failed yet
 
 
@@ -313,6 +315,8 @@ class Setting:
             steps = steps + torch.where(refuted, more.stats.steps, 0)
             value = batch.select(refuted, more.value, result.value)
             result = Result(value, torch.where(refuted, more.status, result.status), more.stats)
+        if self.statement.has_objective:
+            judged = self.smooth(judged, point, problem, _GROWN * solver.accepted(start.dtype) * size)
         judged.stats.history, judged.stats.steps = history, steps
         condition.pairs = problem.pairs
         # What a solver gave up on it has not looked at, though it may be good enough.
@@ -347,6 +351,19 @@ class Setting:
             status = torch.where(solved & near, int(Status.converged), status)
             status = torch.where(batch.finite(y) & torch.isfinite(residual), status, int(Status.non_finite))
             return Result(y, status, stats)
+
+    def smooth(self, result: Result, point: Point, problem: Problem, small: Tensor) -> Result:
+        """The result, `not_stationary` at kinks of the objective.
+
+        Next to a kink J is as large as y is near, and no F is large against J y; it is not small against where the solve began.
+        """
+        suspect = (result.status == Status.converged) & (result.stats.residual > small) & (small > 0)
+        if not bool(suspect.any()):
+            return result
+        with torch.no_grad(), no_tangents():
+            kinks = suspect & jumps(problem, result.value)
+        point.good = point.good and not bool(kinks.any())
+        return result._replace(status=torch.where(kinks, int(Status.not_stationary), result.status))
 
     def told(self, stats: Stats, residual: Tensor, norm: Tensor) -> Stats:
         """The numbers of a solver with those of its answer."""

@@ -84,7 +84,7 @@ class Watch:
     def found(self, setting: Setting, problem: Problem, start: Tensor, result: Result) -> Tensor | None:
         # What rounding leaves is a multiple of the tolerance of the exact solve, which asks for everything.
         exact = not isinstance(setting.solver, _Refine) or bool((result.stats.residual <= 1e6 * result.stats.tolerance).all())
-        broken = not exact and jumps(problem, result.value, torch.ones_like(result.status, dtype=torch.bool))
+        broken = not exact and bool(jumps(problem, result.value).any())
         self.solves.append(Solve(setting, setting.report, result.value.detach().clone(), exact, broken))
         y = None if self.unroll is None else self.unroll(setting, problem, start, result)
         self.unroll = None if y is None else self.unroll
