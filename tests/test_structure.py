@@ -21,7 +21,7 @@ LAYERS = [
     ("batch", "compiled", "one_number", "shapes_only", "step_counts", "variables"),
     ("captures", "convolve", "matvec", "probe"),
     ("linearize", "signature"),
-    ("plot", "graph", "not_a_tensor"),
+    ("plot", "graph", "not_a_tensor", "status"),
     ("solution", "traced"),
     ("live",),
     ("progress",),

@@ -62,7 +62,7 @@ WITHOUT: dict[str, tuple[list[Any], tuple[str, ...]]] = {
     "traced": ([patch.object(traced, "_PATIENCE", 10**9)], ("cpu", "cuda")),
     "simplified": (
         [patch.object(linearize._Part, name, _never) for name in ("sum", "scaled", "turned")]
-        + [patch.object(linearize._Prelude, "number", _never)],
+        + [patch.object(linearize, "number_of", _never)],
         ("cpu", "cuda"),
     ),
     "pulled": ([patch.object(traced.Source, "pulls", PropertyMock(return_value=False))], ("cpu", "cuda")),

@@ -14,6 +14,8 @@ from torch._C import _functorch as functorch
 from torch.autograd import forward_ad as fwd
 from torch.autograd.graph import saved_tensors_hooks
 
+from torchdil.batch import map_tensors
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -106,3 +108,16 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return wrapper
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function behind `torch.compile`, whose graphs can be differentiated once only, and not repeatedly."""
+    return getattr(function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function))
+
+
+def cast_up(args: tuple[Any, ...], start: Tensor) -> tuple[Any, ...]:
+    """Under autocast: what earlier layers left in half precision, in the precision of the unknown."""
+    if not torch.is_autocast_enabled(start.device.type):
+        return args
+    half = (torch.float16, torch.bfloat16)
+    return map_tensors(lambda t: t.to(start.dtype) if t.dtype in half else t, args)

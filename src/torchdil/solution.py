@@ -12,69 +12,19 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchdil.not_a_tensor import NotATensor
+from torchdil.status import Status as Status
 
 Y = TypeVar("Y")
 FailurePolicy = Literal["raise", "warn", "ignore", "zero", "nan"]
 POLICIES = ("raise", "warn", "ignore", "zero", "nan")
 # How many samples a message names.
 _NAMED = 5
-
-
-class Status(IntEnum):
-    """How the solve of one sample ended; anything but `converged` is a failure."""
-
-    converged = 0
-    max_steps = 1
-    stagnated = 2
-    negative_curvature = 3
-    breakdown = 4
-    non_finite = 5
-    not_stationary = 6
-
-    @property
-    def message(self) -> str:
-        """What happened, in words."""
-        return _MESSAGES[self][0]
-
-    @property
-    def advice(self) -> str:
-        """What to change."""
-        return _MESSAGES[self][1]
-
-
-_MESSAGES = {
-    Status.converged: ("the tolerance was reached", "nothing to do"),
-    Status.max_steps: ("max_steps was reached before the tolerance", "raise max_steps or loosen rtol"),
-    Status.stagnated: (
-        "the residual stopped falling above the tolerance",
-        "loosen rtol, use float64 or add damping; a function that is not smooth, has no solution or mixes samples "
-        "(batch normalisation) does this too",
-    ),
-    Status.negative_curvature: (
-        "negative curvature was met, so the point is no minimum",
-        "solve the inner problem further, use MINRES or Auto, or add damping",
-    ),
-    Status.breakdown: ("the linear system is singular", "add damping or regularise the problem"),
-    Status.non_finite: ("a value was not finite", "check the function at the point reached, or start closer to the solution"),
-    Status.not_stationary: ("the point returned does not solve the problem", "let the solver run further or start closer"),
-}
-
-
-# Of a forward solve, whose solvers have no damping.
-_FORWARD = {
-    Status.stagnated: (
-        "loosen rtol, use float64 or another solver; a function that is not smooth, has no solution or mixes samples (batch "
-        "normalisation) does this too"
-    ),
-    Status.breakdown: "use another solver or regularise the problem",
-}
 
 
 class ConvergenceError(RuntimeError):
@@ -337,7 +287,7 @@ def _sentence(phase: str, outcome: Outcome, failed: Tensor) -> str:
     status = Status(int(outcome.status.reshape(-1)[worst]))
     residual, tolerance = float(stats.residual.reshape(-1)[worst]), float(stats.tolerance.reshape(-1)[worst])
     stuck = status in (Status.max_steps, Status.stagnated, Status.breakdown, Status.not_stationary)
-    usual = _FORWARD.get(status, status.advice) if phase == "forward" else status.advice
+    usual = status.forward_advice if phase == "forward" else status.advice
     advice = f"To mend it: {stats.advice if stuck and stats.advice else usual}"
     if stats.diagnosis:
         advice = f"The cause: {stats.diagnosis}"

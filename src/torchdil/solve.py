@@ -27,7 +27,17 @@ from torchdil.implicit import Point
 from torchdil.linear import Auto, LinearSolver
 from torchdil.linear.curvature import negative_curvature
 from torchdil.live import showing
-from torchdil.modes import full_precision, no_tangents, observed_by, observer, plain_saving, tangents_active, transforms_active
+from torchdil.modes import (
+    cast_up,
+    full_precision,
+    no_tangents,
+    observed_by,
+    observer,
+    plain_saving,
+    tangents_active,
+    transforms_active,
+    uncompiled,
+)
 from torchdil.problem import Call, Problem, Statement, as_called, call_with, parameters_of, without_backward
 from torchdil.slope import look_once
 from torchdil.solution import Report, Result, Solution, Stats, Status, handle_failure
@@ -140,7 +150,7 @@ class Setting:
         if not (torch.is_grad_enabled() or tangents_active() or transforms_active()):
             args = map_tensors(Tensor.detach, args)  # a view of a leaf that was made without grad says that it requires grad
         first = batch.leaves(y0)[0]
-        args = _cast_up(args, first)
+        args = cast_up(args, first)
         with full_precision(first):
             watching = observer.get()
             if transforms_active():
@@ -393,11 +403,6 @@ class Setting:
         return handle_failure("forward", self.report.forward, self.on_failure, self.report).reshape(-1)
 
 
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function behind `torch.compile`, whose graphs can be differentiated once only, and not repeatedly."""
-    return getattr(function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function))
-
-
 def _bind(call: Call, args: tuple[Any, ...], y: Any) -> Any:
     return call(y, *args)
 
@@ -406,11 +411,3 @@ def _linear_solver(given: LinearSolver | None) -> LinearSolver:
     if given is not None and not isinstance(given, LinearSolver):
         raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {given!r}.")
     return Auto() if given is None else given
-
-
-def _cast_up(args: tuple[Any, ...], start: Tensor) -> tuple[Any, ...]:
-    """Under autocast: what earlier layers left in half precision, in the precision of the unknown."""
-    if not torch.is_autocast_enabled(start.device.type):
-        return args
-    half = (torch.float16, torch.bfloat16)
-    return map_tensors(lambda t: t.to(start.dtype) if t.dtype in half else t, args)

@@ -14,9 +14,9 @@ from torchdil.control.plan import Cost, Dynamics, Plan, Planning, Terminal
 from torchdil.control.riccati import Riccati
 from torchdil.layers import Reporting
 from torchdil.linear.base import LinearSolver
-from torchdil.modes import eager, observed_by, transforms_active
+from torchdil.modes import eager, observed_by, transforms_active, uncompiled
 from torchdil.solution import FailurePolicy, Report, check_policy
-from torchdil.solve import Setting, uncompiled
+from torchdil.solve import Setting
 from torchdil.solvers.base import Solver
 from torchdil.solvers.bounds import check_bounds, rows_of
 

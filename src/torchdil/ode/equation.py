@@ -15,9 +15,8 @@ from torch.utils import _pytree as pytree
 from torchdil.arguments import check_callable, check_output, check_signature, check_unknown
 from torchdil.batch import Layout
 from torchdil.compiled import memory
-from torchdil.modes import observed_by, plain_saving, transforms_active
+from torchdil.modes import observed_by, plain_saving, transforms_active, uncompiled
 from torchdil.ode.field import Field, field_of
-from torchdil.solve import uncompiled
 
 
 @dataclass(frozen=True)

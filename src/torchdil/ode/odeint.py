@@ -13,7 +13,7 @@ from torchdil.batch import map_tensors
 from torchdil.compiled import memory
 from torchdil.linear.base import LinearSolver
 from torchdil.live import showing
-from torchdil.modes import eager, full_precision
+from torchdil.modes import eager, full_precision, uncompiled
 from torchdil.ode.adaptive import adaptive
 from torchdil.ode.adaptive_adjoint import adaptive_adjoint
 from torchdil.ode.adjoint import adjoint_grid
@@ -27,7 +27,6 @@ from torchdil.ode.recompute import recomputed
 from torchdil.ode.walk import AdaptiveStats, Tolerances
 from torchdil.probe import is_random
 from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, Y, check_policy, user_frame
-from torchdil.solve import uncompiled
 from torchdil.solvers.base import Solver
 
 GRADIENTS = ("ift", "adjoint", "backprop")
