@@ -8,10 +8,10 @@ from typing import Any
 from torchdil.arguments import check_arguments, check_output
 from torchdil.batch import Layout
 from torchdil.linear.base import LinearSolver
-from torchdil.modes import eager
+from torchdil.modes import eager, uncompiled
 from torchdil.root import Root
-from torchdil.solution import FailurePolicy, Y
-from torchdil.solve import attach_solution
+from torchdil.solution import FailurePolicy, Report, Y
+from torchdil.solve import Setting, linear_solver_of
 
 
 @eager
@@ -45,5 +45,8 @@ def attach(
     """
     args = check_arguments(residual, "residual", y_star, "y_star", args, on_failure)
     check_output(residual, "residual", y_star, args)
-    statement = Root(Layout.of(y_star, batch_dims, "y_star"))
-    return attach_solution(statement, residual, y_star, args, linear_solver, on_failure, symmetric)
+    layout = Layout.of(y_star, batch_dims, "y_star")
+    function, solver, report = uncompiled(residual), linear_solver_of(linear_solver), Report(layout.batch_shape)
+    setting = Setting(Root(layout), function, None, solver, on_failure, report, symmetric)
+    y: Y = layout.unravel(setting.attached(y_star, args))
+    return y

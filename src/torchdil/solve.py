@@ -84,28 +84,13 @@ def solve(
     if isinstance(solver, type) or not (isinstance(solver, Solver) or callable(solver)):
         raise TypeError(f"solver must be a torchdil solver such as Newton() or a callable (fn, y0) -> y, got {solver!r}.")
     report = Report(statement.layout.batch_shape)
-    setting = Setting(statement, uncompiled(function), solver, _linear_solver(linear_solver), on_failure, report, first=first)
+    setting = Setting(statement, uncompiled(function), solver, linear_solver_of(linear_solver), on_failure, report, first=first)
     y = setting.attached(y0, args)
     if torch.is_grad_enabled() and not (y.requires_grad or transforms_active() or observer.get() is not None):
         warn_of_no_gradient(statement.argument, y0, (args, parameters_of(function)))
     assert setting.report.forward is not None
     status, stats = setting.report.forward
     return Solution(statement.layout.unravel(y), status, stats, setting.report)
-
-
-def attach_solution(
-    statement: Statement,
-    function: Callable[..., Any],
-    y: Any,
-    args: tuple[Any, ...],
-    linear_solver: LinearSolver | None,
-    on_failure: str,
-    symmetric: bool,
-) -> Any:
-    """Attach a solution that was found elsewhere."""
-    report = Report(statement.layout.batch_shape)
-    setting = Setting(statement, uncompiled(function), None, _linear_solver(linear_solver), on_failure, report, symmetric)
-    return statement.layout.unravel(setting.attached(y, args))
 
 
 @dataclass
@@ -407,7 +392,8 @@ def _bind(call: Call, args: tuple[Any, ...], y: Any) -> Any:
     return call(y, *args)
 
 
-def _linear_solver(given: LinearSolver | None) -> LinearSolver:
+def linear_solver_of(given: LinearSolver | None) -> LinearSolver:
+    """The linear solver of the backward pass."""
     if given is not None and not isinstance(given, LinearSolver):
         raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {given!r}.")
     return Auto() if given is None else given
