@@ -55,7 +55,7 @@ def glance(point: Point, status: Tensor, start: Tensor | None, rtol: float, atol
         size, residual, norm = batch.norm(moved), batch.norm(F), batch.norm(y)
         tolerance = (rtol * size).clamp_min(atol)
         # Norms of numbers whose squares are none are wrong; an F that is too small for its norm is small enough.
-        sizes = torch.stack((size, change.abs().amax(dim=1)))
+        sizes = torch.stack((size, torch.linalg.vector_norm(change, torch.inf, dim=1)))
         plain = ((sizes >= least) & (sizes <= most)).all(dim=0)
         good = plain & (residual <= tolerance) & (norm < torch.inf) & (status == int(Status.converged))
         return (good & seen[0] if seen else good).all(), residual, tolerance, norm, *seen[1:]

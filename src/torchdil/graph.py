@@ -96,9 +96,13 @@ def dependence(F: Tensor, leaf: Tensor, before: Outside, known: Iterable[Tensor]
     return Dependence(on_leaf, [t for t, _ in found.values()], [edge for _, edge in found.values()], bool(unknown))
 
 
+# The type of the nodes where the gradients of leaves are accumulated, which torch does not name.
+_Accumulate: Any = type(torch.zeros(1, requires_grad=True, device="cpu").view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+
+
 def is_leaf(node: Any) -> bool:
     """Whether a node is where the gradient of a leaf is accumulated."""
-    return bool(node.name().endswith("AccumulateGrad"))
+    return isinstance(node, _Accumulate)
 
 
 def parameters(values: Iterable[Tensor]) -> list[Tensor]:

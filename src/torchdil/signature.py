@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torchdil.batch import Layout
 from torchdil.captures import attributes, of_torch, parts_of, read_of_self, reads
 from torchdil.variables import composes_names, imported_by, mentioned
 
@@ -43,11 +44,13 @@ _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("method", (types.MethodType,)),
     ("builtin", (types.BuiltinMethodType, types.MethodWrapperType)),
     ("dict", (dict,)),
-    ("parts", (tuple, list, functools.partial, set, frozenset, deque, slice)),
+    ("parts", (tuple, list, set, frozenset, deque)),
+    ("named", (functools.partial, slice)),
     ("array", (np.ndarray,)),
     ("type", (type,)),
     ("library", (types.ModuleType,)),
     ("structure", (pytree.TreeSpec,)),
+    ("layout", (Layout,)),
 )
 # What nobody changes while a model is trained, and whose classes are large.
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "torchdil", "numpy", "scipy", "lightning", "pytorch_lightning", "transformers"}
@@ -196,12 +199,19 @@ class _Walk:
         self.stack += item.values()
 
     def _parts(self, item: Any, kind: type) -> None:
+        self.key += (kind, len(item))
+        self.stack += item
+
+    def _named(self, item: Any, kind: type) -> None:
         parts = list(parts_of(item))
-        self.key += (kind, *((name for name, _ in parts) if isinstance(item, functools.partial) else (len(parts),)))
+        self.key += (kind, *(name for name, _ in parts))
         self.stack += (part for _, part in parts)
 
     def _structure(self, item: pytree.TreeSpec, kind: type) -> None:
         self.key += (kind, repr(item))
+
+    def _layout(self, item: Layout, kind: type) -> None:
+        self.key += (item.shapes, item.batch_shape, None if item.spec.is_leaf() else repr(item.spec))
 
     def _weak(self, item: Any, kind: type) -> None:
         self.stack.append(item())

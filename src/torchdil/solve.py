@@ -6,7 +6,6 @@ y changes by its own size, or by the way it came from y0. That does not depend o
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -281,8 +280,8 @@ class Setting:
             y = start if solver is None else run_foreign(solver, user_call, start, self.layout, first)
             point = Point(condition, y)
             name = "given" if solver is None else getattr(solver, "__name__", type(solver).__name__)
-            status, steps = (torch.zeros(len(y), dtype=torch.long, device=y.device) for _ in range(2))
-            result = Result(y, status, Stats(name, steps, y.new_zeros(len(y)), y.new_zeros(len(y))))
+            none, unknown = torch.zeros(len(y), dtype=torch.long, device=y.device), y.new_zeros(len(y))
+            result = Result(y, none, Stats(name, none, unknown, unknown))
             # Foreign solvers stop at tolerances of their own: ask for half the digits.
             judged = self.judge(result, point, start if solver is not None else None, batch.default_rtol(y.dtype) ** 0.5, 0.0)
             return self.curved(judged, point), point
@@ -362,7 +361,7 @@ class Setting:
 
     def told(self, stats: Stats, residual: Tensor, norm: Tensor) -> Stats:
         """The numbers of a solver with those of its answer."""
-        stats = copy.copy(stats)
+        stats = stats.copied()
         stats.residual, stats.norm = residual, norm
         stats.products, stats.advice = self.calls + stats.products, self.statement.advice
         return stats

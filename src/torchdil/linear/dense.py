@@ -112,8 +112,10 @@ class Dense(LinearSolver):
 
         L: the Cholesky factor of A, if it is known and A positive definite.
         """
+        info = None
         if symmetric:
-            L, info = torch.linalg.cholesky_ex(A) if L is None else (L, torch.zeros_like(A[:, 0, 0]))
+            if L is None:
+                L, info = torch.linalg.cholesky_ex(A)
             x = batch.cholesky_solve(b.unsqueeze(2), L).squeeze(2)
             pivots, floor = torch.diagonal(L, dim1=1, dim2=2), floor**0.5  # of their roots
         else:
@@ -121,8 +123,8 @@ class Dense(LinearSolver):
             x = torch.linalg.lu_solve(LU, order, b.unsqueeze(2)).squeeze(2)
             pivots = torch.diagonal(LU, dim1=1, dim2=2).abs()
         residual, tolerance = batch.norm(_residual(A, b, x)), self.tolerance(b)
-        regular = (info == 0) & (pivots.amin(dim=1) > floor * pivots.amax(dim=1))
-        return x, residual, tolerance, regular & (residual <= tolerance) & (tolerance < torch.inf)
+        good = (pivots.amin(dim=1) > floor * pivots.amax(dim=1)) & (residual <= tolerance) & (tolerance < torch.inf)
+        return x, residual, tolerance, good if info is None else good & (info == 0)
 
     @staticmethod
     def _factor_and_solve(A: Tensor, b: Tensor, tolerance: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, bool]:

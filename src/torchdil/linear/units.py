@@ -28,17 +28,17 @@ def squares_within(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def in_range(rhs: Tensor) -> Tensor:
-    """Which samples have squares, those of their residuals included, (B,); zero has, and what is not finite has no other."""
+    """Which samples have squares, those of their residuals included, (B,); zero has."""
     size = torch.linalg.vector_norm(rhs, torch.inf, dim=1)
     if rhs.dtype == torch.float16:  # where hardly a number would be left
         return torch.ones_like(size, dtype=torch.bool)
     least, most = squares_within(rhs.dtype)
-    return ((size >= least) & (size <= most)) | (size == 0) | ~(size < torch.inf)
+    return ((size >= least) & (size <= most)) | (size == 0)
 
 
 def solve_in_range(solve: Callable[[Tensor], Result], rhs: Tensor, atol: float) -> Result:
     """`solve(rhs)`, by a system in units in which the right-hand sides are neither tiny nor huge; not if atol has units."""
-    near = in_range(rhs)
+    near = in_range(rhs) | ~batch.finite(rhs)  # which has no units
     if atol or bool(near.all()):
         return solve(rhs)
     size = torch.linalg.vector_norm(rhs, torch.inf, dim=1).double()
