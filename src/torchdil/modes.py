@@ -14,6 +14,8 @@ from torch._C import _functorch as functorch
 from torch.autograd import forward_ad as fwd
 from torch.autograd.graph import saved_tensors_hooks
 
+from torchdil.batch import map_tensors
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -51,6 +53,14 @@ def full_precision(y: Tensor) -> Any:
     """A context in which autocast is off: half-precision products inside a solve leave no digits for the gradient."""
     kind = y.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def cast_up(args: tuple[Any, ...], start: Tensor) -> tuple[Any, ...]:
+    """Under autocast: what earlier layers left in half precision, in the precision of the unknown."""
+    if not torch.is_autocast_enabled(start.device.type):
+        return args
+    half = (torch.float16, torch.bfloat16)
+    return map_tensors(lambda t: t.to(start.dtype) if t.dtype in half else t, args)
 
 
 def plain_saving() -> Any:

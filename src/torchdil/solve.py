@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,8 +37,10 @@ from torchdil.solvers.newton import Newton
 from torchdil.solvers.picard import Picard
 from torchdil.transform import Implicit, check_captures
 
-# A solve that met its tolerance, taken relative to where it started, goes on if that was not enough where it ended.
+# A solve that met its tolerance, taken relative to where it started, goes on if that was not enough where it ended; after so
+# many rounds only if the last made F so much smaller, as on the way down an exponential, where the tolerance falls as F does.
 _ROUNDS = 3
+_FALLEN = 1e-3
 _NONE = torch.tensor(False, device="cpu")  # no sample has failed yet
 
 
@@ -138,7 +141,7 @@ class Setting:
         if not (torch.is_grad_enabled() or tangents_active() or transforms_active()):
             args = map_tensors(Tensor.detach, args)  # a view of a leaf that was made without grad says that it requires grad
         first = batch.leaves(y0)[0]
-        args = _cast_up(args, first)
+        args = modes.cast_up(args, first)
         with full_precision(first):
             watching = observer.get()
             if transforms_active():
@@ -300,12 +303,16 @@ class Setting:
             size = self.statement.first_size(problem, start)
             result = solver.solve(problem, start, (rtol * size).clamp_min(solver.atol))
         history, steps = result.stats.history, result.stats.steps
-        for again in range(_ROUNDS):
+        before = torch.full_like(size, torch.inf)
+        for again in itertools.count(1):
             point = Point(condition, result.value)
             judged = self.judge(result, point, start, solver.accepted(start.dtype), solver.atol)
             refuted = (judged.status == Status.not_stationary) & (result.status == Status.converged)
-            if again == _ROUNDS - 1 or not bool(refuted.any()):
+            if again >= _ROUNDS:
+                refuted = refuted & (judged.stats.residual <= _FALLEN * before) & (steps < solver.max_steps)
+            if not bool(refuted.any()):
                 break
+            before = judged.stats.residual
             # The others have ended, whatever their neighbours do.
             with no_tangents():
                 more = solver.resume(problem, result.value, torch.where(refuted, judged.stats.tolerance, torch.inf))
@@ -389,11 +396,3 @@ def _linear_solver(given: LinearSolver | None) -> LinearSolver:
     if given is not None and not isinstance(given, LinearSolver):
         raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {given!r}.")
     return Auto() if given is None else given
-
-
-def _cast_up(args: tuple[Any, ...], start: Tensor) -> tuple[Any, ...]:
-    """Under autocast: what earlier layers left in half precision, in the precision of the unknown."""
-    if not torch.is_autocast_enabled(start.device.type):
-        return args
-    half = (torch.float16, torch.bfloat16)
-    return map_tensors(lambda t: t.to(start.dtype) if t.dtype in half else t, args)
