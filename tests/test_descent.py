@@ -1,5 +1,7 @@
 """Gradient descent with its momenta, and L-BFGS: against the textbooks, torch.optim and SciPy."""
 
+import math
+
 import pytest
 import scipy.optimize
 import torch
@@ -293,6 +295,93 @@ def test_a_neighbour_far_away_changes_nothing():
     both, alone = dil.argmin(score, y0, (data,)), dil.argmin(score, y0[:1], (data[:, :1],))
     assert both.converged.all() and both.stats.steps[0] == alone.stats.steps[0]
     torch.testing.assert_close(both.value[:1], alone.value, rtol=ROUNDING, atol=ROUNDING)
+
+
+SINGLES = {
+    "Huber": (ROBUST["Huber"], 0.0),
+    "log cosh": (ROBUST["log cosh"], 0.0),
+    "logistic": (lambda r: torch.nn.functional.softplus(r) - 0.3 * r, math.log(3 / 7)),
+}
+
+
+@pytest.mark.parametrize("name", SINGLES)
+def test_newton_begins_anew_where_no_part_of_a_step_is_short_enough(name):
+    """The Hessian is zero but for rounding: all forty parts of such a step were too long still."""
+    loss, exact = SINGLES[name]
+    solution = dil.argmin(lambda y: loss(y).sum(), torch.full((1,), 1e6, dtype=torch.float64))
+    assert solution.converged and (solution.value - exact).abs() <= VALUE
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "dtype", "most"), [("pseudo-Huber", 1e6, torch.float64, 110), ("logistic", -1e4, torch.float32, 150)]
+)
+def test_newton_does_not_try_a_far_too_long_step_again(name, start, dtype, most):
+    """It needs 72 and 98 evaluations; 221 and 258 where each step is searched for from the far end."""
+    data = draw(7, 2).to(dtype) if name in ROBUST else torch.zeros(1, 1, dtype=dtype)
+    loss = ROBUST[name] if name in ROBUST else SINGLES[name][0]
+    solution = dil.argmin(lambda y: loss(y - data).sum(), torch.full(data.shape[1:], start, dtype=dtype))
+    assert solution.converged and solution.stats.products <= most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("linear_solver", [None, dil.CG()], ids=repr)
+def test_newton_sees_that_a_score_has_no_minimum(linear_solver, n, dtype):
+    """Run after for long enough, y comes to where the natural size of F is infinite and any F a solution."""
+    score = lambda y: (ROBUST["pseudo-Huber"](y) - 1.1 * y).sum()  # noqa: E731
+    solver = dil.Newton(linear_solver=linear_solver)
+    solution = dil.argmin(score, torch.zeros(n, dtype=dtype), solver=solver, on_failure="ignore")
+    assert solution.status == dil.Status.stagnated and solution.stats.products <= 250
+
+
+@pytest.mark.parametrize("start", [10.0, 1e3])
+def test_newton_looks_at_the_curvature_where_a_step_came_from_afar(start):
+    """An obstacle at the goal: the Hessian is zero at the start, whose first damped step ends on the maximum."""
+    score = lambda y: (ROBUST["Huber"](y) + 2 * torch.exp(-(y**2))).sum()  # noqa: E731
+    solution = dil.argmin(score, torch.full((1,), start, dtype=torch.float64), on_failure="ignore")
+    assert solution.status == dil.Status.negative_curvature and solution.value.abs() <= VALUE
+
+
+def test_newton_makes_a_step_longer_that_leaves_all_of_the_slope():
+    """The naive log cosh, next to where it overflows, with second derivatives that are rounding errors.
+
+    Between 11 and 27 steps are taken; without the second Wolfe condition up to 69, and the first sample gets stuck.
+    """
+    A, x = (torch.stack([draw(*shape, seed=k + first) for k in range(4)]) for shape, first in (((8, 2), 0), ((8,), 10)))
+    residual = lambda y: torch.einsum("bij,bj->bi", A, y) - 3 * x  # noqa: E731
+    y0 = torch.full((4, 2), 200.0, dtype=torch.float64)
+    solution = dil.argmin(lambda y: torch.log(torch.cosh(residual(y))).sum(1), y0)
+    assert solution.converged.all() and solution.stats.steps.max() <= 35
+    near = dil.argmin(lambda y: ROBUST["log cosh"](residual(y)).sum(1), torch.zeros_like(y0))
+    torch.testing.assert_close(solution.value, near.value, rtol=VALUE, atol=VALUE)
+
+
+@pytest.mark.parametrize("linear_solver", [None, dil.CG()], ids=repr)
+def test_newton_goes_down_the_slope_where_a_damped_hessian_is_not_positive(linear_solver):
+    """Far out Cauchy's loss is concave; a grid is the oracle."""
+    data, loss = draw(7, 2), lambda r: torch.log1p(r**2)
+    y0 = torch.full((2,), 10.0, dtype=torch.float64)
+    solution = dil.argmin(lambda y: loss(y - data).sum(), y0, solver=dil.Newton(linear_solver=linear_solver))
+    grid = torch.linspace(-3, 3, 6001, dtype=torch.float64)
+    best = grid[loss(grid[:, None, None] - data).sum(1).argmin(dim=0)]
+    assert solution.converged and (solution.value - best).abs().max() <= 1e-3
+
+
+def test_a_search_comes_back_from_where_nothing_is_a_number():
+    """Newton's step is e^40 there; half of that, forty times over, has an infinite exponential still."""
+    solution = dil.root(lambda y: torch.exp(y) - 1, torch.full((1,), -40.0, dtype=torch.float64))
+    assert solution.converged and solution.value.abs() <= VALUE
+
+
+@pytest.mark.parametrize(
+    ("x", "dtype"), [(-1.2, torch.float32), (-2.0, torch.float32), (-3.0, torch.float64), (-4.0, torch.float64)]
+)
+def test_newton_goes_on_down_an_exponential(x, dtype):
+    """It gains 1/20 a step, and the natural size of F, which the tolerance is relative to, falls by e."""
+    score = lambda y: (torch.exp(20 * (y - x)) - 20 * (y - x)).sum()  # noqa: E731
+    solution = dil.argmin(score, torch.zeros(3, dtype=dtype))
+    assert solution.converged and solution.stats.steps <= 100
+    assert (solution.value - x).norm() <= (VALUE if dtype == torch.float64 else SINGLE)
 
 
 @pytest.mark.parametrize("solver", [dil.LBFGS(), dil.GradientDescent()], ids=repr)

@@ -55,6 +55,14 @@ def full_precision(y: Tensor) -> Any:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
+def cast_up(args: tuple[Any, ...], start: Tensor) -> tuple[Any, ...]:
+    """Under autocast: what earlier layers left in half precision, in the precision of the unknown."""
+    if not torch.is_autocast_enabled(start.device.type):
+        return args
+    half = (torch.float16, torch.bfloat16)
+    return map_tensors(lambda t: t.to(start.dtype) if t.dtype in half else t, args)
+
+
 def plain_saving() -> Any:
     """A context in which tensors are saved as they are: hooks of checkpointing would run for every product with J."""
     return saved_tensors_hooks(_keep, _keep) if saving_hooked() else nullcontext()
@@ -113,11 +121,3 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function behind `torch.compile`, whose graphs can be differentiated once only, and not repeatedly."""
     return getattr(function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function))
-
-
-def cast_up(args: tuple[Any, ...], start: Tensor) -> tuple[Any, ...]:
-    """Under autocast: what earlier layers left in half precision, in the precision of the unknown."""
-    if not torch.is_autocast_enabled(start.device.type):
-        return args
-    half = (torch.float16, torch.bfloat16)
-    return map_tensors(lambda t: t.to(start.dtype) if t.dtype in half else t, args)

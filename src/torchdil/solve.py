@@ -7,6 +7,7 @@ y changes by its own size, or by the way it came from y0. That does not depend o
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -45,8 +46,10 @@ from torchdil.solvers.newton import Newton
 from torchdil.solvers.picard import Picard
 from torchdil.transform import Implicit, check_captures
 
-# A solve that met its tolerance, taken relative to where it started, goes on if that was not enough where it ended.
+# A solve that met its tolerance, taken relative to where it started, goes on if that was not enough where it ended; after so
+# many rounds only if the last made F so much smaller, as on the way down an exponential, where the tolerance falls as F does.
 _ROUNDS = 3
+_FALLEN = 1e-3
 # By how much the natural size of F has grown on the way to an answer that is looked at for kinks.
 _GROWN = 1e4
 _NONE = torch.tensor(False, device="cpu")  # no sample has failed yet
@@ -247,16 +250,9 @@ class Setting:
     def problem(self, residual: Callable[[Tensor], Tensor], objective: Callable[[Tensor], Tensor]) -> Problem:
         keep = getattr(self.linear_solver.preconditioner, "history", 0)
         key: Any = getattr(self.function, "__code__", type(self.function))
-        return Problem(
-            self.statement.name,
-            self.is_symmetric,
-            residual,
-            objective if self.statement.has_objective else None,
-            self.layout,
-            key,
-            keep,
-            statement=self.statement,
-        )
+        aim = objective if self.statement.has_objective else None
+        given = (self.statement.name, self.is_symmetric, residual, aim, self.layout, key, keep)
+        return Problem(*given, statement=self.statement)
 
     def condition(self, residual: Callable[[Tensor], Tensor], problem: Problem) -> Condition:
         return Condition(
@@ -296,12 +292,16 @@ class Setting:
             size = self.statement.first_size(problem, start)
             result = solver.solve(problem, start, (rtol * size).clamp_min(solver.atol))
         history, steps = result.stats.history, result.stats.steps
-        for again in range(_ROUNDS):
+        before = torch.full_like(size, torch.inf)
+        for again in itertools.count(1):
             point = Point(condition, result.value)
             judged = self.judge(result, point, start, solver.accepted(start.dtype), solver.atol)
             refuted = (judged.status == Status.not_stationary) & (result.status == Status.converged)
-            if again == _ROUNDS - 1 or not bool(refuted.any()):
+            if again >= _ROUNDS:
+                refuted = refuted & (judged.stats.residual <= _FALLEN * before) & (steps < solver.max_steps)
+            if not bool(refuted.any()):
                 break
+            before = judged.stats.residual
             # The others have ended, whatever their neighbours do.
             with no_tangents():
                 more = solver.resume(problem, result.value, torch.where(refuted, judged.stats.tolerance, torch.inf))

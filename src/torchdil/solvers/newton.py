@@ -11,6 +11,7 @@ be made longer by the search; r, of each sample, is how far the last such step l
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,19 +55,18 @@ class NewtonSteps(Solver):
 
     keeps_bounds, sees_curvature = True, True
     curvature: ClassVar[float | None] = None  # how much of the slope may be left after a step, see `search`
-    damps: ClassVar[bool] = False  # whether there is a damped direction, for where Newton's is too long
 
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
         now = Iterate.at(problem, y0)
         progress = self.progress(problem, now.F, tolerance, max(50, self.max_steps // 2), now.merit)
         step = torch.ones_like(tolerance)
         indefinite = torch.zeros_like(progress.running)
-        reach = _Reach(now.y) if self.damps and problem.objective is not None else None
+        reach = self._reach(problem, now.y)
         while not progress.finished():
             direction, saddle, path = self._direction(problem, now)
             if reach is not None and (far := reach.exceeded(now.y, direction, progress.running)) is not None:
-                direction = batch.select(far, self._damped(problem, now, reach.length), direction)
-                saddle = saddle | far  # which λ may hide
+                direction = batch.select(far, reach.damped(now, reach.length), direction)
+                saddle = saddle | far  # a Hessian that says nothing of the way says nothing of its end, which may be a maximum
             indefinite = torch.where(progress.running, saddle, indefinite)
             new, moved, made = search(problem, now, direction, step, progress.running, self.curvature, path=path)
             lost = ~moved if reach is None else reach.learn(new.y, direction, progress.running, moved, made)
@@ -95,22 +95,25 @@ class NewtonSteps(Solver):
     def _direction(self, problem: Problem, now: Iterate) -> Direction:
         """Where to go from here."""
 
-    def _damped(self, problem: Problem, now: Iterate, length: Tensor) -> Tensor:
-        """A direction downhill that is no longer than this, (B,) -> (B, n)."""
-        raise NotImplementedError
+    def _reach(self, problem: Problem, start: Tensor) -> _Reach | None:
+        """Where to go where the direction leads far too far; None: a part of the way."""
+        return None
 
 
 class _Reach:
     """How far a sample may go where Newton's step has turned out far too long.
 
     Attributes:
+        damped: (now, length) -> a direction downhill that is no longer than this, (B,) -> (B, n).
         length: (B,); infinite as long as Newton's steps are good.
     """
 
-    def __init__(self, start: Tensor):
+    def __init__(self, start: Tensor, damped: Callable[[Iterate, Tensor], Tensor]):
         eps = torch.finfo(start.dtype).eps
+        self.damped = damped
         self.length = torch.full_like(start[:, 0], torch.inf)
-        self._most = batch.norm(start).clamp_min(1.0) / eps**2  # who has come so far runs away
+        # Who has come so far runs away; still further out the natural size of F may overflow, and any F is small against that.
+        self._most = _size(start) / eps**2
         self._far: Tensor | None = None
 
     def exceeded(self, y: Tensor, direction: Tensor, running: Tensor) -> Tensor | None:
@@ -153,7 +156,6 @@ class Newton(NewtonSteps):
         >>> dil.root(residual, y0, solver=dil.Newton(linear_solver=dil.NormalCG()))
     """
 
-    damps = True
     curvature = 0.9  # Newton's steps leave little; what leaves nearly all of it is too short, J being wrong about the way
 
     max_steps: int = 100
@@ -170,7 +172,11 @@ class Newton(NewtonSteps):
     def _direction(self, problem: Problem, now: Iterate) -> Direction:
         return self._solved(problem, problem.operator(now.y), now)
 
+    def _reach(self, problem: Problem, start: Tensor) -> _Reach | None:
+        return None if problem.objective is None else _Reach(start, functools.partial(self._damped, problem))
+
     def _damped(self, problem: Problem, now: Iterate, length: Tensor) -> Tensor:
+        """-(J + λ I)⁻¹ F, or -F / λ where that is no direction."""
         # Of samples with a length that is infinite, λ is 0 and the direction not used.
         damping = batch.divide(batch.norm(now.F), length)
         operator = Operator(lambda y: problem.residual(y) + batch.scale(damping, y - now.y), now.y, problem.symmetric)
