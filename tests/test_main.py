@@ -23,6 +23,13 @@ def test_the_command():
     assert done.stdout.endswith("All gradients are right.\n")
 
 
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_it_can_be_imported_in_any_mode(mode):
+    program = f"import torch\nwith torch.{mode}():\n    import torchdil as dil\nprint(dil.__version__)"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{dil.__version__}\n", "")
+
+
 @pytest.mark.parametrize("name", report._CHECKS)
 def test_what_is_known_is_true(name):
     """The slope is that of the inverse function: dy/dx dx/dy = 1."""

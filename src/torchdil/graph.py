@@ -96,8 +96,14 @@ def dependence(F: Tensor, leaf: Tensor, before: Outside, known: Iterable[Tensor]
     return Dependence(on_leaf, [t for t, _ in found.values()], [edge for _, edge in found.values()], bool(unknown))
 
 
-# The type of the nodes where the gradients of leaves are accumulated, which torch does not name.
-_Accumulate: Any = type(torch.zeros(1, requires_grad=True, device="cpu").view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+def _accumulating() -> Any:
+    """The type of the nodes where the gradients of leaves are accumulated, which torch does not name."""
+    with torch.inference_mode(False), torch.enable_grad():
+        viewed = torch.zeros(1, requires_grad=True, device="cpu").view(1)
+    return type(viewed.grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+
+
+_Accumulate = _accumulating()
 
 
 def is_leaf(node: Any) -> bool:
