@@ -110,7 +110,7 @@ _TRIED = (
     ),
     ("the trace kept under code, numbers and shapes, its tensors as inputs", "", "the 0.1 s of tracing, each time", ""),
     (
-        "what is left simplified: chains and sums of elementwise products are one, their coefficient once",
+        "what is left simplified: chains and sums of elementwise products are one, their coefficient once, numbers as numbers",
         "simplified",
         "-",
         "",
@@ -245,6 +245,8 @@ def _part(name: str, results: dict[str, Any]) -> str:
         + "; ".join(f"{NAMES[system]}: {reason}" for system, reason in _failures(results).items())
         + "."
     )
+    # What has changed since, where it was not measured again.
+    blocks += [f"{one['label']}: {one['note']}" for one in results["cases"] if "note" in one]
     blocks.append("Forward and backward, given the solution (`both`):")
     rows = [[one["label"], *(_cell(one, system, "both") for system in there)] for one in results["cases"]]
     blocks.append(tables.markdown(["problem, unknowns", *(NAMES[system] for system in there)], rows))
