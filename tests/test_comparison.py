@@ -31,6 +31,7 @@ def test_processes_take_turns_and_agree(tiny):
         assert 0 < found["backward"]["median"] < found["both"]["median"]
     assert one["limit"]["method"] == "Dense" and one["limit"]["median"] > 0
     assert 0 < one["floor"]["median"] < one["systems"]["torchdil"]["backward"]["median"]
+    assert set(tiny["products"]) == {"size", "torch"} and tiny["products"]["torch"]["median"] > 0  # there is no JAX here
 
 
 def test_a_process_that_fails_says_why():
@@ -105,6 +106,12 @@ def test_page_shows_wrong_gradients_as_such(tiny):
     wrong["cases"][0]["systems"]["untraced"]["error"] = "wrong gradient, off by 0.3"
     assert "| wrong gradient, off by 0.3 |" in page.text({"peers": wrong}, EVERYTHING)
     assert page.figure({"peers": tiny}).axes
+
+
+def test_page_says_when_jax_multiplies_faster(tiny):
+    faster = tiny | {"products": {"size": 512, "torch": {"median": 5.0}, "jax": {"median": 2.5}}}
+    assert "takes torch 2 times as long here as it takes JAX" in page.text({"peers": faster}, EVERYTHING)
+    assert "as it takes JAX" not in page.text({"peers": tiny}, EVERYTHING)
 
 
 def test_gains_are_measured_one_by_one():

@@ -38,6 +38,7 @@ TORCH, JAX = ("torchopt", "xitorch", "torchdeq"), ("jaxopt", "optimistix")
 WRONG = 100.0
 ROUNDS, SECONDS = 7, 0.2
 PATIENCE = 90.0  # seconds that a system has for an answer
+PRODUCT = 512  # the size of the matrices that torch and JAX are to multiply
 FEW_ROUNDS, LONG = 3, 5.0  # where one turn of all systems takes so many seconds; a system that alone does has one turn
 
 
@@ -180,6 +181,16 @@ def case(problem: Problem, workers: dict[str, Worker], folder: str, device: str)
     }
 
 
+def products(workers: dict[str, Worker]) -> dict[str, Any]:
+    """How long torch and JAX, which the systems stand on, take for a product of two matrices."""
+    times: dict[str, list[float]] = {}
+    for _ in range(ROUNDS):
+        for library, name in (("torch", OURS), ("jax", JAX[0])):
+            if name in workers:
+                times.setdefault(library, []).extend(workers[name].ask(multiply=PRODUCT).get("times", ())[1:])
+    return {"size": PRODUCT, **{library: quartiles(found) for library, found in times.items() if found}}
+
+
 def run(
     device: str,
     torch_python: str | None,
@@ -200,6 +211,7 @@ def run(
                 if only is None or only in problem.label:
                     cases.append(case(problem, workers, folder, device))
                     print(problem.label, _shown(cases[-1]), file=sys.stderr, flush=True)
+                    results["products"] = products(workers)
                     keep(results)
         finally:
             for worker in workers.values():

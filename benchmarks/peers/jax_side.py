@@ -30,7 +30,8 @@ class JaxCalls:
         self, make: Callable[[Problem], Callable[[Any, Given, Given], Any]], problem: Problem, arrays: Arrays, device: str
     ):
         parts = {name: jax.device_put(jnp.asarray(array)) for name, array in arrays.items()}
-        self.device, self.order = device, problem.of
+        self._clock = time.process_time if device == "cpu" else time.perf_counter
+        self.order = problem.of
         self.wanted = {name: parts[name] for name in problem.of}
         layer = make(problem)
         rest = {name: part for name, part in parts.items() if name not in problem.of}
@@ -46,10 +47,16 @@ class JaxCalls:
 
     def __call__(self) -> tuple[float, float]:
         """Seconds of the whole gradient, given the solution; the forward is no part by itself."""
-        clock = time.process_time if self.device == "cpu" else time.perf_counter
-        began = clock()
+        began = self._clock()
         self.gradients = jax.block_until_ready(self.compiled(self.wanted, self.rest))
-        return 0.0, clock() - began
+        return 0.0, self._clock() - began
+
+    def multiply(self, size: int) -> float:
+        """Seconds of a product of two square matrices, what large problems are made of."""
+        A = jax.block_until_ready(jnp.ones((size, size)))
+        began = self._clock()
+        jax.block_until_ready(A @ A)
+        return self._clock() - began
 
     def gradient(self) -> np.ndarray:
         return np.concatenate([np.asarray(self.gradients[name]).ravel() for name in self.order])

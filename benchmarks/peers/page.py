@@ -343,6 +343,7 @@ def _short(results: dict[str, Any]) -> str:
                 missed.append(f"- {one['label']} against {NAMES[system]}: {tables.short(reached)} (goal {wanted:g}{most})")
         listed = "\n".join(missed or ["- none"])
         blocks.append(f"{WHERE[name]}: {met} of {met + len(missed)} goals are met. Missed:\n\n{listed}")
+        blocks += _of_products(found)
     blocks.append(
         "*At best*: what the ratio would be if the backward pass took no longer than its products and torch's own part of it."
         " A goal beyond that is out of reach for any layer of torch on that machine. On the CPU a call of Python costs more "
@@ -351,6 +352,20 @@ def _short(results: dict[str, Any]) -> str:
         " the GPU a solve is one launch, but of some twenty kernels a step, where XLA makes a few."
     )
     return "\n\n".join(blocks)
+
+
+def _of_products(results: dict[str, Any]) -> list[str]:
+    """How much faster JAX multiplies, if it does."""
+    measured = results.get("products", {})
+    if not {"torch", "jax"} <= measured.keys():
+        return []
+    ratio, size = measured["torch"]["median"] / measured["jax"]["median"], measured["size"]
+    if ratio < 1 + FELT:
+        return []
+    return [
+        f"A product of two matrices of {size} x {size} in float64 takes torch {ratio:.2g} times as long here as it takes JAX, "
+        "and no layer can make up for that where products of matrices are what there is to do: batches, equilibria."
+    ]
 
 
 def _others(results: dict[str, Any], others: dict[str, Any]) -> str:

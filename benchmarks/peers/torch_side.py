@@ -45,6 +45,13 @@ class TorchCalls:
         self.gradients = torch.autograd.grad(loss, self.wanted, allow_unused=True)
         return middle - began, now(self.device) - middle
 
+    def multiply(self, size: int) -> float:
+        """Seconds of a product of two square matrices, what large problems are made of."""
+        A = torch.ones(size, size, dtype=torch.float64, device=self.device)
+        began = now(self.device)
+        A @ A
+        return now(self.device) - began
+
     def gradient(self) -> np.ndarray:
         """Of the last call, as one vector; zeros where there is none."""
         parts = (torch.zeros_like(t) if g is None else g for g, t in zip(self.gradients, self.wanted, strict=True))

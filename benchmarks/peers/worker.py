@@ -2,7 +2,8 @@
 
 Reads requests from stdin and answers on stdout, one JSON object a line: {"load": PATH, "problem": {...}} reads the arrays of a
 problem and writes the gradient to PATH.SYSTEM.npy; {"calls": n, "before": m} times n calls after m that do not count;
-{"limit": true} asks for the least time possible. A system that cannot answers {"error": ...}.
+{"limit": true} asks for the least time possible, {"multiply": n} for the times of n x n matrix products. A system that cannot
+answers {"error": ...}.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def main() -> None:
                 answer |= {"compile_seconds": round(compiled, 2), "seconds": times[-1]}
             elif "limit" in request:
                 answer = calls.limit()
+            elif "multiply" in request:
+                answer = {"times": [calls.multiply(request["multiply"]) for _ in range(10)]}
             else:
                 for _ in range(request["before"]):
                     calls()
