@@ -372,9 +372,12 @@ def _others(results: dict[str, Any], others: dict[str, Any]) -> str:
     """The goals that are no ratio to a peer."""
     rows = []
     for name, found in results.items():
-        for ratio in (one["ratios"]["handwritten"]["both"] for one in found["cases"] if "handwritten" in one["ratios"]):
+        for ratios in (one["ratios"] for one in found["cases"] if "handwritten" in one["ratios"]):
             what = "forward and backward, given the solution, over code written by hand for the tiny problem"
-            rows.append([WHERE[name], what, "<= 3", tables.short(1 / ratio)])
+            reached = tables.short(1 / ratios["handwritten"]["both"])
+            if "compiled" in ratios:
+                reached += f"; compiled {tables.short(ratios['compiled']['both'] / ratios['handwritten']['both'])}"
+            rows.append([WHERE[name], what, "<= 3", reached])
     for energy in others["core"]["scale"]:
         what = f"CG over its products, {energy['energy']}, {energy['unknowns']:,} unknowns"
         rows.append(["CPU, one thread", what, "<= 1.10", f"{energy['loop_over_products']:.2f}"])
