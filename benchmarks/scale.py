@@ -1,10 +1,9 @@
 """One million unknowns: what the backward pass costs beyond its products with the Hessian.
 
-Three strongly convex energies of D unknowns: the paper's kind, a network with hidden layers of 30; smoothed total variation
-of an
-image (a product is a few passes over memory); a field of experts (convolutions). Memory is the peak of what the backward
-allocates above what the forward left behind, in vectors of size D, by torch's own record of allocations; beside it the peak
-of one product. Time is a whole CG solve over as many products made alone, interleaved in one process, CPU clock, one thread.
+Three strongly convex energies of D unknowns: the paper's kind, a network with hidden layers of 30; smoothed total variation of
+an image (a product is a few passes over memory); a field of experts (convolutions). Memory is the peak of what the backward
+allocates above what the forward left behind, in vectors of size D, by torch's own record of allocations; beside it the peak of
+one product. Time is a whole CG solve over as many products made alone, interleaved in one process, CPU clock, one thread.
 """
 
 from __future__ import annotations
