@@ -378,6 +378,10 @@ def _others(results: dict[str, Any], others: dict[str, Any]) -> str:
             if "compiled" in ratios:
                 reached += f"; compiled {tables.short(ratios['compiled']['both'] / ratios['handwritten']['both'])}"
             rows.append([WHERE[name], what, "<= 3", reached])
+        for one in found["cases"]:
+            if one["problem"]["unknowns"] * max(1, one["problem"]["samples"]) >= 10**5:
+                what = f"backward pass over the products of CG, {one['label']}, with gᵀ ∂F/∂θ and torch's part"
+                rows.append([WHERE[name], what, "<= 1.05" if name == "peers_gpu" else "<= 1.10", f"{_over(one):.2f}"])
     for energy in others["core"]["scale"]:
         what = f"CG over its products, {energy['energy']}, {energy['unknowns']:,} unknowns"
         rows.append(["CPU, one thread", what, "<= 1.10", f"{energy['loop_over_products']:.2f}"])
