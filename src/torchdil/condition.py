@@ -75,18 +75,14 @@ class Condition:
             rhs = rhs.detach()
             if operator.source is not None:
                 operator.source.solved()
-            solve, atol, stale = partial(self._solve, operator, transpose), self.linear_solver.atol, False
+            solve = partial(solve_in_range, partial(self._solve, operator, transpose), rhs, self.linear_solver.atol)
             try:
-                value, status, stats = solve_in_range(solve, rhs, atol)
-                doubtful = bool((status != int(Status.converged)).any())
-                stale = doubtful and operator.stale(value, transpose)
-            except RuntimeError:
-                if not operator.traced:
+                value, status, stats = self._confirmed(operator, solve, rhs, transpose)
+            except RuntimeError:  # out of memory, for example
+                if not operator.distrust():
                     raise
-                doubtful = True
-            if doubtful and self.give_up(operator, stale):  # with true products, to be sure
-                value, status, stats = solve_in_range(solve, rhs, atol)
-                doubtful = bool((status != int(Status.converged)).any())
+                value, status, stats = solve()
+            doubtful = bool((status != int(Status.converged)).any())
             if self.minimum and stats.indefinite is not None:
                 self._is_no_minimum(stats.indefinite)
             if not doubtful:
@@ -111,11 +107,35 @@ class Condition:
             self.report.forward = Outcome(torch.where(missed, int(Status.negative_curvature), status), stats)
             self.failed = self.failed | handle_failure("forward", self.report.forward, self.on_failure, self.report).reshape(-1)
 
-    def give_up(self, operator: Operator, stale: bool) -> bool:
-        """Give up the trace of J, if there is one; `stale`: solves before this one have relied on it."""
-        if stale and self.on_failure in ("raise", "warn"):
-            warnings.warn(_STALE, ConvergenceWarning, stacklevel=3)
-        return operator.distrust()
+    def _confirmed(self, operator: Operator, solve: Callable[[], Result], rhs: Tensor, transpose: bool) -> Result:
+        """What a trace has found, or what autograd finds in its place if the trace is wrong, or may be why samples failed.
+
+        A trace is given up where it is to blame, and for nothing else: samples fail for reasons of their own.
+        """
+        found, source = solve(), operator.source
+        failed = found.status != int(Status.converged)
+        if source is None or not operator.traced or not bool(failed.any()):
+            return found
+        meant = not found.stats.exact or self.linear_solver.max_steps is not None  # to stop short
+        if meant and not source.due:
+            return found
+        if operator.wrong(found.value, transpose):
+            self.give_up(operator)
+            return solve()
+        if meant or (source.blameless and not source.due) or not bool((failed & batch.finite(rhs)).any()):
+            return found
+        with operator.surely():
+            again = solve()
+        source.blameless = not bool((failed & (again.status == int(Status.converged))).any())
+        if not source.blameless:
+            operator.distrust()
+        return again
+
+    def give_up(self, operator: Operator) -> None:
+        """Give up the trace of J, which is wrong; say so where solves before this one have relied on it."""
+        if operator.source is not None and operator.source.relied and self.on_failure in ("raise", "warn"):
+            warnings.warn(_STALE, ConvergenceWarning, stacklevel=4)
+        operator.distrust()
 
     def solve_at_once(self, operator: Operator, rhs: Tensor, boundary: list[Tensor]) -> tuple[Tensor | None, ...] | None:
         """-gᵀ ∂F/∂t for each t of the boundary, Jᵀ g = rhs, by one function; None without one, or in trouble."""

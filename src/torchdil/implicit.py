@@ -112,7 +112,7 @@ class _Link:
         if all(asked) and source is not None and (found := source.pull(g, self.boundary)) is not None:
             if not source.due or not self.operator.stale_pull(self.F, self.on):
                 return found
-            self.condition.give_up(self.operator, source.relied)
+            self.condition.give_up(self.operator)
         needed = [k for k, wanted in enumerate(asked) if wanted]
         tensors, edges = [self.boundary[k] for k in needed], [self.on.edges[k] for k in needed]
         leaf, _ = self.operator.graph()

@@ -126,10 +126,11 @@ class Operator:
         finally:
             self.sure = False
 
-    def stale(self, p: Tensor, transpose: bool) -> bool:
-        """Whether a trace that solves before this one relied upon gives another product than autograd."""
-        if self.source is None or not self.source.used or not self.source.relied:
+    def wrong(self, p: Tensor, transpose: bool) -> bool:
+        """Whether the trace, if one was used, gives another product than autograd; p: with rows that are not finite, or not."""
+        if not self.traced:
             return False
+        p = batch.select(batch.finite(p), p, torch.zeros_like(p))
         true, traced = (self.product(transpose, strategy)(p) for strategy in ("backward", "auto"))
         error, size = (torch.linalg.vector_norm(t) for t in (true - traced, true))
         return bool(error > torch.finfo(p.dtype).eps ** 0.5 * size)
@@ -155,7 +156,7 @@ class Operator:
         return False
 
     def distrust(self) -> bool:
-        """Give up the trace, if one was used."""
+        """Give up the trace for good, if one was used."""
         if self.source is None or not self.source.used:
             return False
         self.source.forget()

@@ -59,7 +59,7 @@ class _Memory:
 
     def __init__(self) -> None:
         self.solves = self.next_check = 0
-        self.refused = False
+        self.refused = self.blameless = False
         self.trace: _Trace | None = None
         self.counts = StepCounts()
 
@@ -198,6 +198,8 @@ class Source:
         self._saved: tuple[Tensor, ...] | None = None
         if torch.are_deterministic_algorithms_enabled():
             return  # rounding must not depend on how often it was called before
+        if torch.is_anomaly_enabled():
+            return  # what is looked for is in autograd's graph
         if getattr(_here, "tracing", False):
             return  # a layer inside the layer that is being traced
         if (found := signature((parts, self._y, symmetric, self._compiled))) is None:
@@ -241,6 +243,16 @@ class Source:
     def relied(self) -> bool:
         """Whether solves before this one were not checked."""
         return self._memory is not None and self._memory.solves > _PATIENCE + _CHECKED_FIRST
+
+    @property
+    def blameless(self) -> bool:
+        """Whether a solve that failed has failed without the trace, too."""
+        return self._memory is not None and self._memory.blameless
+
+    @blameless.setter
+    def blameless(self, found: bool) -> None:
+        if self._memory is not None:
+            self._memory.blameless = found
 
     @property
     def pull_count(self) -> int:
