@@ -28,7 +28,15 @@ from torch.autograd import forward_ad as fwd
 from torchdil import batch
 from torchdil.condition import Condition, Residual
 from torchdil.graph import Dependence, dependence, is_leaf, outside, partial_derivatives
-from torchdil.modes import as_in_forward, default_device, full_precision, no_tangents, plain_saving, tangents_active
+from torchdil.modes import (
+    as_in_forward,
+    default_device,
+    full_precision,
+    no_tangents,
+    plain_saving,
+    running_as_written,
+    tangents_active,
+)
 from torchdil.operator import Operator
 from torchdil.traced import Source
 
@@ -151,7 +159,7 @@ class _Implicit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: _Link, F: Tensor, *boundary: Tensor) -> Tensor:
         ctx.link = link
-        ctx.default_device = default_device()
+        ctx.default_device, ctx.as_written = default_device(), running_as_written()
         ctx.set_materialize_grads(False)
         y = link.y
         link.y = y.detach()

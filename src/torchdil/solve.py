@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchdil import batch, modes
@@ -28,7 +29,9 @@ from torchdil.linear import Auto, LinearSolver
 from torchdil.linear.curvature import negative_curvature
 from torchdil.live import showing
 from torchdil.modes import (
+    as_written,
     cast_up,
+    from_compiled,
     full_precision,
     no_tangents,
     observed_by,
@@ -53,6 +56,8 @@ _FALLEN = 1e-3
 # By how much the natural size of F has grown on the way to an answer that is looked at for kinks.
 _GROWN = 1e4
 _NONE = torch.tensor(False, device="cpu")  # no sample has failed yet
+# Functions that were found to call what is compiled.
+_compiled_inside: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Observer(Protocol):
@@ -130,7 +135,22 @@ class Setting:
         return self.statement.layout
 
     def attached(self, y0: Any, args: tuple[Any, ...]) -> Tensor:
-        """y (B, n), found and attached."""
+        """y (B, n), found and attached.
+
+        What is compiled can be differentiated once only: where a function calls such code, and J is needed, it runs as written.
+        """
+        key = _kind(self.function)
+        if key not in _compiled_inside:
+            try:
+                return self._attached(y0, args)
+            except RuntimeError as error:
+                if not from_compiled(error):
+                    raise
+            _compiled_inside.add(key)
+        with as_written():
+            return self._attached(y0, args)
+
+    def _attached(self, y0: Any, args: tuple[Any, ...]) -> Tensor:
         if torch.is_inference_mode_enabled():  # solvers need gradients, which its tensors cannot have
             with torch.inference_mode(False), torch.no_grad():
                 return self.attached(*map_tensors(lambda t: t.clone() if t.is_inference() else t, (y0, args)))
@@ -385,6 +405,13 @@ class Setting:
         """Write the forward half of the report, apply the policy; the samples that failed, (B,)."""
         self.report.forward = self.report.outcome(result.status, result.stats)
         return handle_failure("forward", self.report.forward, self.on_failure, self.report).reshape(-1)
+
+
+def _kind(function: Any) -> Any:
+    """What calls of the same function have in common: its code, the module, or the class of another object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__code__", function if isinstance(function, nn.Module) else type(function))
 
 
 def _bind(call: Call, args: tuple[Any, ...], y: Any) -> Any:
