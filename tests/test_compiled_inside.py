@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd import grad, gradcheck, gradgradcheck
 
 import torchdil as dil
-from torchdil.modes import as_written, running_as_written
+from torchdil.as_written import as_written, running_as_written
 
 pytestmark = [
     pytest.mark.xdist_group("compile"),

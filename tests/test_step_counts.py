@@ -45,8 +45,8 @@ def test_large_numbers_go_step_by_step():
 def test_solves_whose_steps_grow_make_few_functions(monkeypatch, device):
     """A hyper-parameter that is learnt changes the condition of the Hessian: each new number of steps was traced anew."""
     made = []
-    fast = traced._fast
-    monkeypatch.setattr(traced, "_fast", lambda *args: made.append(1) or fast(*args))
+    fast = traced.fast
+    monkeypatch.setattr(traced, "fast", lambda *args: made.append(1) or fast(*args))
     traced.forget_all()
     n = 40
     Q = torch.linalg.qr(torch.randn(n, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]

@@ -18,7 +18,7 @@ MAX_LINES = 400
 
 # From the bottom up: a module imports only from its own group's package or from groups above it in this list.
 LAYERS = [
-    ("batch", "compiled", "one_number", "shapes_only", "step_counts", "variables"),
+    ("as_written", "batch", "compiled", "one_number", "shapes_only", "step_counts", "variables"),
     ("captures", "convolve", "matvec", "probe"),
     ("linearize", "signature"),
     ("plot", "graph", "not_a_tensor", "status"),

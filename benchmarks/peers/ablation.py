@@ -70,7 +70,7 @@ WITHOUT: dict[str, tuple[list[Any], tuple[str, ...]]] = {
         [patch.object(traced.TracedJacobian, "rows", _one_by_one), patch.object(Condition, "solve_at_once", _never)],
         ("cpu", "cuda"),
     ),
-    "compiled": ([patch.object(traced, "_fast", _plain)], ("cpu", "cuda")),
+    "compiled": ([patch.object(traced, "fast", _plain)], ("cpu", "cuda")),
     "at once": ([patch.object(Condition, "solve_at_once", _never)], ("cpu", "cuda")),
     "checked now and then": ([patch.object(traced, "_CHECKED_EVERY", 1)], ("cpu", "cuda")),
     "numbers": ([patch.object(cg, "_One", cg._Many)], ("cpu",)),

@@ -144,6 +144,18 @@ def scripted(function: Function, tensors: Sequence[Tensor], others: Sequence[Ten
     return compiled
 
 
+def fast(function: Function, tensors: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Function:
+    """`function(*tensors, *others)` as a TorchScript graph or a CUDA graph; itself where that cannot be, or would not pay."""
+    inputs = (*tensors, *others)
+    try:
+        with tracing, quietly():
+            if not inputs[0].is_cuda:
+                return scripted(function, tensors, others)
+            return CudaGraph(function, inputs) if room_for(sum(t.nbytes for t in inputs), inputs[0].device) else function
+    except Exception:
+        return function
+
+
 def by_inductor(function: Function, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Function:
     """The same by the code generator of torch.compile, whose results are the same to rounding; it takes seconds."""
     import torch._inductor as inductor  # slow to import, and few need them

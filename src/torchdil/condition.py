@@ -122,13 +122,14 @@ class Condition:
         if operator.wrong(found.value, transpose):
             self.give_up(operator)
             return solve()
-        if meant or (source.blameless and not source.due) or not bool((failed & batch.finite(rhs)).any()):
+        if meant or (source.acquitted and not source.due) or not bool((failed & batch.finite(rhs)).any()):
             return found
         with operator.surely():
             again = solve()
-        source.blameless = not bool((failed & (again.status == int(Status.converged))).any())
-        if not source.blameless:
+        if bool((failed & (again.status == int(Status.converged))).any()):
             operator.distrust()
+        else:
+            source.acquit()
         return again
 
     def give_up(self, operator: Operator) -> None:

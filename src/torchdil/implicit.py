@@ -26,6 +26,7 @@ from torch._C import _functorch as functorch
 from torch.autograd import forward_ad as fwd
 
 from torchdil import batch
+from torchdil.as_written import running_as_written
 from torchdil.condition import Condition, Residual
 from torchdil.graph import Dependence, dependence, is_leaf, outside, partial_derivatives
 from torchdil.modes import (
@@ -34,7 +35,6 @@ from torchdil.modes import (
     full_precision,
     no_tangents,
     plain_saving,
-    running_as_written,
     tangents_active,
 )
 from torchdil.operator import Operator

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import threading
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,12 +14,11 @@ from torch._C import _functorch as functorch
 from torch.autograd import forward_ad as fwd
 from torch.autograd.graph import saved_tensors_hooks
 
+from torchdil.as_written import as_written
 from torchdil.batch import map_tensors
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_COMPILERS = ("torch._dynamo.", "torch._functorch._aot_autograd.", "torch._inductor.")
 
 
 # Who looks over the shoulder of the solves of a call (`torchdil.solve.Observer`): `check_gradient` does.
@@ -126,44 +123,3 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function behind `torch.compile`, whose graphs can be differentiated once only, and not repeatedly."""
     return getattr(function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function))
-
-
-class _Uncompiled:
-    """How many blocks of `as_written` are open, and what ends the state that the first of them began."""
-
-    def __init__(self) -> None:
-        self.lock, self.count, self.ends = threading.Lock(), 0, ExitStack()
-
-
-_uncompiled = _Uncompiled()
-
-
-@contextmanager
-def as_written() -> Iterator[None]:
-    """A block in which functions that were compiled run as they were written, those that others call as well.
-
-    In all threads: torch knows this as a state of the process.
-    """
-    state = _uncompiled
-    with state.lock:
-        if not state.count:
-            state.ends.enter_context(torch.compiler.set_stance("force_eager"))
-        state.count += 1
-    try:
-        yield
-    finally:
-        with state.lock:
-            state.count -= 1
-            if not state.count:
-                state.ends.close()
-
-
-def running_as_written() -> bool:
-    """Whether that is so."""
-    return _uncompiled.count > 0
-
-
-def from_compiled(error: BaseException) -> bool:
-    """Whether an error was raised in what torch.compile has made."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__", "").startswith(_COMPILERS) for frame, _ in frames)

@@ -6,19 +6,18 @@ y changes by its own size, or by the way it came from y0. That does not depend o
 
 from __future__ import annotations
 
-import functools
 import itertools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchdil import batch, modes
 from torchdil.arguments import warn_of_no_gradient
+from torchdil.as_written import compiled_or_as_written
 from torchdil.batch import Layout, map_tensors
 from torchdil.condition import Condition
 from torchdil.diagnosis import diagnose, jumps
@@ -29,9 +28,7 @@ from torchdil.linear import Auto, LinearSolver
 from torchdil.linear.curvature import negative_curvature
 from torchdil.live import showing
 from torchdil.modes import (
-    as_written,
     cast_up,
-    from_compiled,
     full_precision,
     no_tangents,
     observed_by,
@@ -56,8 +53,6 @@ _FALLEN = 1e-3
 # By how much the natural size of F has grown on the way to an answer that is looked at for kinks.
 _GROWN = 1e4
 _NONE = torch.tensor(False, device="cpu")  # no sample has failed yet
-# Functions that were found to call what is compiled.
-_compiled_inside: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Observer(Protocol):
@@ -135,20 +130,8 @@ class Setting:
         return self.statement.layout
 
     def attached(self, y0: Any, args: tuple[Any, ...]) -> Tensor:
-        """y (B, n), found and attached.
-
-        What is compiled can be differentiated once only: where a function calls such code, and J is needed, it runs as written.
-        """
-        key = _kind(self.function)
-        if key not in _compiled_inside:
-            try:
-                return self._attached(y0, args)
-            except RuntimeError as error:
-                if not from_compiled(error):
-                    raise
-            _compiled_inside.add(key)
-        with as_written():
-            return self._attached(y0, args)
+        """y (B, n), found and attached."""
+        return compiled_or_as_written(self.function, lambda: self._attached(y0, args))
 
     def _attached(self, y0: Any, args: tuple[Any, ...]) -> Tensor:
         if torch.is_inference_mode_enabled():  # solvers need gradients, which its tensors cannot have
@@ -196,7 +179,7 @@ class Setting:
         condition.replay = lambda y: statement.residual(replay, y, args)
         condition.bound = replay, args
         with plain_saving(), showing():
-            result, point = self.find(problem, condition, start, functools.partial(_bind, call, args))
+            result, point = self.find(problem, condition, start)
         if not point.good and bool((result.status != Status.converged).any()):
             if self.on_failure in ("raise", "warn"):
                 result.stats.diagnosis = diagnose(problem, start, result, args, type(self.solver).__name__)
@@ -235,9 +218,8 @@ class Setting:
         def solver(residual: Any, objective: Any, bound: Any, start: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
             problem = self.problem(lambda y: residual(y, start, *operands), lambda y: objective(y, start, *operands))
             problem.bound = bound
-            user_call = None if problem.bound is None else functools.partial(_bind, *problem.bound)
             with torch.enable_grad(), plain_saving(), showing():
-                result, _ = self.find(problem, self.condition(problem.residual, problem), start, user_call)
+                result, _ = self.find(problem, self.condition(problem.residual, problem), start)
             failed = self.conclude(result)
             return result.value.clone(), failed.unsqueeze(1).to(start.dtype)
 
@@ -288,12 +270,14 @@ class Setting:
             bound=problem.bound,
         )
 
-    def find(self, problem: Problem, condition: Condition, start: Tensor, user_call: Call | None) -> tuple[Result, Point]:
+    def find(self, problem: Problem, condition: Condition, start: Tensor) -> tuple[Result, Point]:
         """Run the solver and judge its answer, which comes with its graph."""
         solver = self.solver
         first, self.first = self.first, None  # its graph must not live as long as the answer
         if not isinstance(solver, Solver):
-            y = start if solver is None else run_foreign(solver, user_call, start, self.layout, first)
+            bound = problem.bound
+            call = None if bound is None else lambda y: bound[0](y, *bound[1])
+            y = start if solver is None else run_foreign(solver, call, start, self.layout, first)
             point = Point(condition, y)
             name = "given" if solver is None else getattr(solver, "__name__", type(solver).__name__)
             none, unknown = torch.zeros(len(y), dtype=torch.long, device=y.device), y.new_zeros(len(y))
@@ -405,17 +389,6 @@ class Setting:
         """Write the forward half of the report, apply the policy; the samples that failed, (B,)."""
         self.report.forward = self.report.outcome(result.status, result.stats)
         return handle_failure("forward", self.report.forward, self.on_failure, self.report).reshape(-1)
-
-
-def _kind(function: Any) -> Any:
-    """What calls of the same function have in common: its code, the module, or the class of another object."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__code__", function if isinstance(function, nn.Module) else type(function))
-
-
-def _bind(call: Call, args: tuple[Any, ...], y: Any) -> Any:
-    return call(y, *args)
 
 
 def linear_solver_of(given: LinearSolver | None) -> LinearSolver:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.compiled import CudaGraph, by_inductor, quietly, room_for, scripted, tracing
+from torchdil.compiled import by_inductor, fast, quietly, tracing
 from torchdil.graph import partial_derivatives
 from torchdil.linearize import Split, UntraceableError, add_in_place, split
 from torchdil.shapes_only import shapes_only
@@ -59,7 +59,7 @@ class _Memory:
 
     def __init__(self) -> None:
         self.solves = self.next_check = 0
-        self.refused = self.blameless = False
+        self.refused = self.acquitted = False
         self.trace: _Trace | None = None
         self.counts = StepCounts()
 
@@ -110,14 +110,14 @@ class _Trace:
 
         key = (parts, key, *((t.shape, t.dtype) for t in tensors))
         taken = tuple(saved[place] for place in places)
-        fast = self._compiled(key, plain, tensors, taken)
-        return lambda *tensors: fast(*tensors, *taken)
+        compiled = self._compiled(key, plain, tensors, taken)
+        return lambda *tensors: compiled(*tensors, *taken)
 
     def _compiled(self, key: Hashable, function: Routine, tensors: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Routine:
         with self._lock:
             routine, runs = self._routines.pop(key, (None, 0))
             if routine is None:
-                routine = _fast(function, tensors, saved)
+                routine = fast(function, tensors, saved)
             if self._to_compile and runs == _OFTEN and sum(t.numel() for t in (*tensors, *saved)) <= _SMALL:
                 routine = self._faster(function, tensors, saved) or routine
             self._routines[key] = routine, runs + 1  # at the end, as with the traces
@@ -196,10 +196,9 @@ class Source:
         self._due = True
         self._expected: dict[Hashable, int] = {}
         self._saved: tuple[Tensor, ...] | None = None
-        if torch.are_deterministic_algorithms_enabled():
-            return  # rounding must not depend on how often it was called before
-        if torch.is_anomaly_enabled():
-            return  # what is looked for is in autograd's graph
+        # Rounding must not depend on how often it was called before; or what is looked for is in autograd's graph.
+        if torch.are_deterministic_algorithms_enabled() or torch.is_anomaly_enabled():
+            return
         if getattr(_here, "tracing", False):
             return  # a layer inside the layer that is being traced
         if (found := signature((parts, self._y, symmetric, self._compiled))) is None:
@@ -245,14 +244,14 @@ class Source:
         return self._memory is not None and self._memory.solves > _PATIENCE + _CHECKED_FIRST
 
     @property
-    def blameless(self) -> bool:
-        """Whether a solve that failed has failed without the trace, too."""
-        return self._memory is not None and self._memory.blameless
+    def acquitted(self) -> bool:
+        """Whether a solve that failed has failed without the trace as well."""
+        return self._memory is not None and self._memory.acquitted
 
-    @blameless.setter
-    def blameless(self, found: bool) -> None:
+    def acquit(self) -> None:
+        """That has been seen."""
         if self._memory is not None:
-            self._memory.blameless = found
+            self._memory.acquitted = True
 
     @property
     def pull_count(self) -> int:
@@ -395,16 +394,3 @@ def forget_all() -> None:
 
 def _call(module: Any, saved: list[Tensor], p: Tensor) -> tuple[Tensor, ...]:
     return module(p, *saved)
-
-
-def _fast(function: Routine, tensors: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Routine:
-    """The function as a TorchScript graph or a CUDA graph; itself where that cannot be, or would not pay."""
-    inputs = (*tensors, *saved)
-    try:
-        with tracing, quietly():
-            if not inputs[0].is_cuda:
-                return scripted(function, tensors, saved)
-            room = room_for(sum(t.nbytes for t in inputs), inputs[0].device)
-            return CudaGraph(function, inputs) if room else function
-    except Exception:
-        return function
