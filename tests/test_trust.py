@@ -612,3 +612,13 @@ def test_evaluations_are_all_calls_of_the_function():
         calls = 0
         sol = dil.root(residual, torch.zeros(3, dtype=torch.float64), solver=solver)
         assert sol.stats.products == calls - 1  # one call checks the shapes before
+
+
+@pytest.mark.parametrize("linear_solver", [None, dil.CG(), dil.GMRES(), dil.MINRES()])
+def test_samples_that_are_no_part_of_the_loss_have_no_error(linear_solver):
+    """A log of the largest error must not be NaN because of them."""
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4).requires_grad_()
+    layer = dil.ArgminLayer(lambda y, x: ((y - 2 * x) ** 2 + torch.cosh(y)).sum(-1), init=(4,), linear_solver=linear_solver)
+    layer(x)[1].sum().backward()
+    errors = layer.report.adjoint_error
+    assert errors[0] == 0 and errors[2] == 0 and 0 <= float(errors.max()) < 1e-8

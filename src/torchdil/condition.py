@@ -51,6 +51,7 @@ class Condition:
         key: identifies the function, see `Operator`.
         argument: the name under which F, which must depend on y, was given; empty: F may be constant.
         minimum: whether y is to be a minimum.
+        look_back: see `torchdil.problem.Statement`.
     """
 
     residual: Residual
@@ -68,6 +69,7 @@ class Condition:
     key: Hashable = None
     argument: str = ""
     minimum: bool = False
+    look_back: Callable[[Operator, Tensor, Tensor, Report, str], None] | None = None
 
     def solve(self, operator: Operator, rhs: Tensor, transpose: bool) -> Tensor:
         """g with Jᵀ g = rhs (or J g = rhs), checked by one more product, under the failure policy; no graph."""
@@ -85,6 +87,8 @@ class Condition:
             doubtful = bool((status != int(Status.converged)).any())
             if self.minimum and stats.indefinite is not None:
                 self._is_no_minimum(stats.indefinite)
+            if transpose and self.look_back is not None:
+                self.look_back(operator, rhs, value, self.report, self.on_failure)
             if not doubtful:
                 self.report.backward = self.report.outcome(status, stats)
                 if operator.source is not None and len(rhs):

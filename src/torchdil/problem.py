@@ -16,6 +16,7 @@ from torchdil.graph import age, has_custom_function
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import transforms_active
 from torchdil.operator import Operator
+from torchdil.solution import Report
 
 Call = Callable[..., Any]
 Box = tuple[Tensor, Tensor]
@@ -90,6 +91,10 @@ class Statement(ABC):
         operator = problem.operator(start)
         size = torch.maximum(batch.length(operator.graph()[1].detach()), self.size(operator, start, None))
         return torch.where(size.isfinite(), size, 0.0)  # a solver that samples may go on from there
+
+    def look_back(self, operator: Operator, rhs: Tensor, g: Tensor, report: Report, on_failure: str) -> None:
+        """Note, and under the policy tell, what the solution g of Jᵀ g = rhs shows of the gradient, if anything."""
+        return None
 
 
 @dataclass

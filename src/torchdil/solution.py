@@ -131,10 +131,13 @@ class Report:
     Attributes:
         forward: status and numbers of the solve that found y; None for `attach` before its check.
         backward: the same of the last solve of the backward pass; None until it has run.
+        grid_error: after a backward pass through adaptive steps, how far its gradient may be off because they were held fixed,
+            relative, per sample; else None.
     """
 
     def __init__(self, batch_shape: torch.Size | None = None) -> None:
         self.forward: Outcome | None = None
+        self.grid_error: Tensor | None = None
         self._backward: Outcome | Callable[[], tuple[Tensor, Stats]] | None = None
         self._batch_shape = batch_shape
 
@@ -195,13 +198,16 @@ class Report:
     def adjoint_error(self) -> Tensor | None:
         """Estimate of ‖g - g*‖ / ‖g*‖ per sample, meant as a bound: what the backward solve adds to the gradient's error.
 
-        At most 1, a g that is wrong altogether. g* solves the system without damping, at the y that was found. NaN where there
-        was nothing to solve; None before the backward pass, with a preconditioner or an approximate solver.
+        At most 1, a g that is wrong altogether. g* solves the system without damping, at the y that was found. 0 where there was
+        nothing to solve; None before the backward pass, with a preconditioner or an approximate solver.
         """
         if self.backward is None or self.backward.stats.evidence is None:
             return None
         status, stats = self.backward
-        return None if stats.evidence is None else stats.evidence.adjoint_error(stats).reshape(status.shape)
+        error = stats.evidence.adjoint_error(stats).reshape(status.shape)
+        if stats.norm is None:
+            return error
+        return torch.where((stats.norm.reshape(status.shape) == 0) & (status == Status.converged), 0.0, error)
 
     def plot(self) -> Any:
         """A matplotlib figure: residuals of both solves step by step, extreme Ritz values, estimated errors."""
@@ -220,6 +226,8 @@ class Report:
         errors = ["" if error is None or not error.numel() else f"{float(error.max()):.2e}" for error in known]
         if any(errors):
             rows.append(("estimated error of y, of g (relative)", errors[0], errors[1]))
+        if self.grid_error is not None and self.grid_error.numel():
+            rows.append(("the same of the steps, held fixed", "", f"{float(self.grid_error.max()):.2e}"))
         return text_table([("", "forward", "backward"), *rows])
 
 

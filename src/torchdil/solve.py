@@ -267,6 +267,7 @@ class Setting:
             key=problem.key,
             argument="" if self.statement.has_objective else self.statement.argument,
             minimum=self.statement.has_objective,
+            look_back=self.statement.look_back,
             bound=problem.bound,
         )
 

@@ -17,9 +17,10 @@ from torchdil.linear.base import LinearSolver
 from torchdil.modes import full_precision, no_tangents, observer, plain_saving, transforms_active
 from torchdil.ode.equation import Equation, Options
 from torchdil.ode.fixed import structured_solver
+from torchdil.ode.held import Held
 from torchdil.ode.methods import Method
 from torchdil.ode.newton import SimplifiedNewton
-from torchdil.ode.outputs import Estimated, accepted, outputs
+from torchdil.ode.outputs import accepted, outputs
 from torchdil.ode.walk import Tolerances, Walk
 from torchdil.problem import Problem
 from torchdil.solution import Report, Result
@@ -55,7 +56,7 @@ def adaptive(
         grid = grid[int(walk.accepted.argmax())] if common else grid
     first = equation.t[0].double()
     times = grid + (first - first.detach())  # the whole grid moves with t[0]
-    statement = Estimated(method, equation.layout, evaluate, rows.shape[1])
+    statement = Held(method, equation.layout, evaluate, rows.shape[1], tolerances)
     args = (equation.y0, times)
     structured = structured_solver(statement, equation.func, args, linear_solver)
     found = Found(answer=walk.result(rows), accept=accepted(tolerances, rows.dtype))

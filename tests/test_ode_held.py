@@ -1,0 +1,140 @@
+"""Adaptive steps that are held fixed in the backward pass: how far the gradient is off, by differences of the solution."""
+
+import pytest
+import torch
+from torch.autograd import grad
+
+import torchdil as dil
+
+F64 = torch.float64
+TIGHT = {"method": "radauIIA5", "rtol": 1e-8, "atol": 1e-10}
+LOOSE = {"rtol": 1e-3, "atol": 1e-6}
+W1, W2 = (torch.randn(8, 8, generator=torch.Generator().manual_seed(seed), dtype=F64) for seed in (1, 2))
+
+
+def oscillator(mu):
+    return lambda t, y: torch.stack((y[..., 1], mu * (1 - y[..., 0] ** 2) * y[..., 1] - y[..., 0]), dim=-1)
+
+
+def switch(width):
+    return lambda at: lambda t, y: 0.1 + 0.9 * torch.sigmoid((at - y) / width)
+
+
+def network(scale):
+    return lambda t, y: 2 * torch.tanh(y @ (W1 * scale)) @ W2 - y
+
+
+def pendulum(k):
+    return lambda t, y: torch.stack((y[..., 1], -k * torch.sin(y[..., 0])), dim=-1)
+
+
+def to_rest(k):
+    """Where a shift in time means nothing, as nothing moves."""
+    return lambda t, y: -k * (y - k) * torch.tensor([1.0, 1000.0], dtype=F64)
+
+
+def forced(k):
+    return lambda t, y: -k * (y - torch.cos(3 * t))
+
+
+def times(end, count=2):
+    return torch.linspace(0, end, count, dtype=F64)
+
+
+def state(*numbers):
+    return torch.tensor(numbers, dtype=F64)
+
+
+def off(make, theta, y0, t, **options):
+    """How far the gradient of Σ y² is from that of the solution, relative, and the report."""
+    node = dil.NeuralODE(make(parameter := torch.tensor(theta, dtype=F64, requires_grad=True)), batch_dims=0, **options)
+    (found,) = grad(node(y0, t)[1:].square().sum(), parameter)
+    h = 1e-3 * theta
+    ends = [dil.odeint(make(theta + s * h), y0, t, options={"max_steps": 10**5}, **TIGHT)[1:].square().sum() for s in (1, -1)]
+    true = (ends[0] - ends[1]) / (2 * h)
+    return float((found - true).abs() / true.abs()), node.report
+
+
+SPOILT = {
+    "oscillator": (oscillator, 10.0, state(2.0, 0.0), times(30.0), {"method": "trbdf2", "rtol": 1e-3, "atol": 1e-3}),
+    "stiff oscillator": (oscillator, 50.0, state(2.0, 0.0), times(60.0), {"method": "kvaerno5", "rtol": 1e-3, "atol": 1e-3}),
+    "sharp switch": (switch(1e-4), 1.0, state(0.3), times(2.0), {"method": "kvaerno5"} | LOOSE),
+    "separatrix": (pendulum, 1.0, state(3.0, 0.0), times(30.0, 4), {"method": "kvaerno5"} | LOOSE),
+}
+RIGHT = {
+    "oscillator": (oscillator, 5.0, state(2.0, 0.0), times(8.0, 3), {"method": "radauIIA5"} | LOOSE),
+    "smooth switch": (switch(0.1), 1.0, state(0.3), times(2.0), {"method": "kvaerno5"} | LOOSE),
+    "network": (network, 0.3, torch.linspace(-1, 1, 8, dtype=F64), times(3.0, 7), {"method": "kvaerno5"} | LOOSE),
+    "network, order 2": (network, 0.3, torch.linspace(-1, 1, 8, dtype=F64), times(3.0, 7), {"method": "trbdf2"} | LOOSE),
+    "to rest": (to_rest, 2.0, state(0.0, 0.0), times(30.0), {"method": "kvaerno5"} | LOOSE),
+    "on the way to rest": (to_rest, 2.0, state(0.0, 0.0), state(0.0, 1.0, 30.0), {"method": "kvaerno5"} | LOOSE),
+    "at rest": (to_rest, 2.0, state(2.0, 2.0), times(30.0), {"method": "kvaerno5"} | LOOSE),
+    "forced": (forced, 50.0, state(0.0, 0.5), times(10.0, 11), {"method": "kvaerno5"} | LOOSE),
+    "forced, one output": (forced, 500.0, state(0.0, 0.5), times(10.0), {"method": "kvaerno5"} | LOOSE),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_gradient_that_the_grid_spoils_is_told(name):
+    *case, options = SPOILT[name]
+    with pytest.warns(dil.ConvergenceWarning, match=r"holds their sizes fixed, and may be off by \d+%"):
+        error, report = off(*case, **options)
+    assert error > 0.1
+    assert 0.2 < float(report.grid_error) <= 2.0
+    assert "held fixed" in str(report)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_gradient_that_is_right_is_not_blamed(name):
+    """Warnings are errors here."""
+    *case, options = RIGHT[name]
+    error, report = off(*case, **options)
+    assert error < 0.02
+    assert float(report.grid_error) < 0.1
+
+
+@pytest.mark.parametrize("rtol", [1e-3, 1e-4, 1e-5])
+def test_the_estimate_follows_the_error(rtol):
+    error, report = off(oscillator, 5.0, state(2.0, 0.0), times(8.0, 3), method="kvaerno5", rtol=rtol, atol=rtol)
+    assert error / 5 < float(report.grid_error) < 50 * error
+
+
+def test_the_sample_is_named_and_the_others_are_not():
+    def func(t, y):  # each sample has its own width
+        return torch.stack((0.1 + 0.9 * torch.sigmoid((1 - y[..., 0]) / y[..., 1]), torch.zeros_like(y[..., 1])), dim=-1)
+
+    y0 = torch.tensor([[0.3, 1.0], [0.3, 1e-4], [0.3, 0.1]], dtype=F64, requires_grad=True)
+    node = dil.NeuralODE(func, method="kvaerno5", **LOOSE)
+    with pytest.warns(dil.ConvergenceWarning, match=r"\(sample 1\)"):
+        node(y0, times(2.0))[-1, :, 0].sum().backward()
+    assert (node.report.grid_error > 0.2).tolist() == [False, True, False]
+
+
+def test_policies():
+    y0 = torch.tensor([0.3], dtype=F64, requires_grad=True)
+
+    def run(on_failure):
+        node = dil.NeuralODE(switch(1e-4)(1.0), method="kvaerno5", batch_dims=0, on_failure=on_failure, **LOOSE)
+        node(y0, times(2.0))[-1].sum().backward()
+        return node.report.grid_error
+
+    with pytest.raises(dil.ConvergenceError, match="holds their sizes fixed"):
+        run("raise")
+    assert float(run("ignore")) > 0.2  # noted all the same
+
+
+def test_one_grid_for_all_samples_is_looked_at_as_one_system():
+    """Rates of each sample in a closure, and a use of t, make the steps common."""
+    rates = torch.tensor([[1.0], [2.0]], dtype=F64)
+    y0 = torch.tensor([[0.3], [0.3]], dtype=F64, requires_grad=True)
+    node = dil.NeuralODE(lambda t, y: rates * (0.1 + 0.9 * torch.sigmoid((1 + 0 * t - y) / 1e-4)), method="kvaerno5", **LOOSE)
+    with pytest.warns(dil.ConvergenceWarning, match="holds their sizes fixed"):
+        node(y0, times(1.0))[-1].sum().backward()
+    assert node.report.grid_error.shape == (2,) and float(node.report.grid_error.min()) > 0.2
+
+
+def test_fixed_grids_have_none():
+    y0 = state(0.3).requires_grad_()
+    node = dil.NeuralODE(switch(1e-4)(1.0), method="kvaerno5", batch_dims=0, options={"substeps": 10})
+    node(y0, times(2.0))[-1].sum().backward()
+    assert node.report.grid_error is None
