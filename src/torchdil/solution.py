@@ -198,12 +198,14 @@ class Report:
     def adjoint_error(self) -> Tensor | None:
         """Estimate of ‖g - g*‖ / ‖g*‖ per sample, meant as a bound: what the backward solve adds to the gradient's error.
 
-        At most 1, a g that is wrong altogether. g* solves the system without damping, at the y that was found. 0 where there was
-        nothing to solve; None before the backward pass, with a preconditioner or an approximate solver.
+        At most 1, a g that is wrong altogether. g* solves the system without damping, at the y that was found. 0 where
+        there was nothing to solve; None before the backward pass, with a preconditioner or an approximate solver.
         """
-        if self.backward is None or self.backward.stats.evidence is None:
+        if self.backward is None:
             return None
         status, stats = self.backward
+        if stats.evidence is None:
+            return None
         error = stats.evidence.adjoint_error(stats).reshape(status.shape)
         if stats.norm is None:
             return error

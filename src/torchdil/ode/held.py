@@ -45,9 +45,7 @@ class Held(Estimated):
         self.tolerances = tolerances
 
     def look_back(self, operator: Operator, rhs: Tensor, g: Tensor, report: Report, on_failure: str) -> None:
-        if bool(
-            self.view(rhs)[:, :, :-1].any()
-        ):  # of a derivative of higher order, which depends on stages: not what is looked at
+        if bool(self.view(rhs)[:, :, :-1].any()):  # a derivative of higher order, which depends on stages, too
             return
         try:
             with torch.enable_grad(), no_tangents(), plain_saving():
