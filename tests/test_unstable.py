@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from torchdil.control import MPC, lqr
+import torchdil as dil
+from torchdil.control import DDP, MPC, lqr
 
 F32, F64 = torch.float32, torch.float64
 # Relative, in float32: of a plan, as DDP is asked for it, and of its gradient, whose error is a few times that of the plan.
@@ -38,3 +39,36 @@ def test_a_plan_in_single_precision_is_as_good_as_its_numbers(growth, seed):
         (grad,) = torch.autograd.grad(u[0].sum(), A, retain_graph=True)
         (known_grad,) = torch.autograd.grad(known[0].sum(), A_exact, retain_graph=True)
         assert (grad - known_grad).norm() <= GRADIENT * known_grad.norm()
+
+
+def test_numbers_that_are_too_large_for_their_dtype_are_named():
+    mpc, _ = unstable(3.0, F32)
+    with pytest.warns(dil.ConvergenceWarning, match="too large for torch.float32: use float64 or a shorter horizon"):
+        mpc(states(dtype=F32))
+
+
+def pendulum(x, u):
+    speed = x[:, 1] + 0.1 * (3.0 * u[:, 0] - 9.82 * x[:, 0].sin())
+    return torch.stack((x[:, 0] + 0.1 * speed, speed), dim=1)
+
+
+def upright(x, u):
+    return 1 + x[:, 0].cos() + 0.01 * x[:, 1] ** 2 + 0.001 * u[:, 0] ** 2
+
+
+def swing_up(start, **options):
+    """A plan of bounded controls, nearly all at their bounds, and where it starts."""
+    return MPC(pendulum, upright, 60, 1, bounds=(-1.0, 1.0), **options), torch.tensor([start], dtype=F64)
+
+
+def test_what_unstable_dynamics_amplify_is_no_jump():
+    mpc, x = swing_up([3.0, 0.5], solver=DDP(max_steps=3))
+    with pytest.warns(dil.ConvergenceWarning, match="after 3 steps") as told:
+        mpc(x)
+    assert not any("jumps" in str(warning.message) for warning in told)
+
+
+def test_a_free_control_that_is_next_to_its_bound_does_not_end_the_search():
+    mpc, x = swing_up([-2.3104, -0.3733])
+    mpc(x)
+    assert mpc.report.forward.converged.all()

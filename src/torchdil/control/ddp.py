@@ -24,8 +24,9 @@ from torchdil.solution import Result, Status
 from torchdil.solvers.line_search import Iterate
 from torchdil.solvers.newton import Direction, Newton, NewtonSteps
 
-# In a box a shorter step than this goes straight: clipping may keep the closed loop from going downhill, however short.
-_STRAIGHT = 0.1
+# In a box a shorter step than this goes straight: clipping may keep the closed loop from going downhill, however short. But a
+# straight way bends where the first control meets its bound, and an unstable system allows short steps only on it.
+_STRAIGHT = 1e-3
 # How often, and how much further, to go on where F met its tolerance but Newton's step is still long.
 _ROUNDS = 5
 _FURTHER = 1e-3
