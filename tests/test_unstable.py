@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torchdil as dil
-from torchdil.control import DDP, MPC, lqr
+from torchdil.control import DDP, MPC, Riccati, lqr
 
 F32, F64 = torch.float32, torch.float64
 # Relative, in float32: of a plan, as DDP is asked for it, and of its gradient, whose error is a few times that of the plan.
@@ -72,3 +72,24 @@ def test_a_free_control_that_is_next_to_its_bound_does_not_end_the_search():
     mpc, x = swing_up([-2.3104, -0.3733])
     mpc(x)
     assert mpc.report.forward.converged.all()
+
+
+@pytest.mark.parametrize("growth", [1.5, 3.0])
+def test_a_right_gradient_is_called_right(growth):
+    x = states()
+    mpc, A = unstable(growth)
+    (grad,) = torch.autograd.grad(mpc(x)[:, 0].sum(), A)
+    exact, A_exact = regulator(growth, x)
+    (known,) = torch.autograd.grad(exact[:, 0].sum(), A_exact)
+    assert (grad - known).norm() <= 1e-10 * known.norm()
+    found = dil.check_gradient(mpc, x)
+    assert found.ok, found
+    assert max(found.errors.values()) <= 1e-5
+
+
+@pytest.mark.parametrize(("option", "blame"), [("solver", "forward solve"), ("linear_solver", "backward solve")])
+def test_a_solve_that_is_inexact_is_still_blamed(option, blame):
+    loose = {"solver": dil.GradientDescent(rtol=1e-2), "linear_solver": Riccati(damping=0.3)}[option]
+    mpc, _ = unstable(1.1, **{option: loose})
+    found = dil.check_gradient(mpc, states())
+    assert found.blame == blame, found
