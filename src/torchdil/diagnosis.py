@@ -5,6 +5,7 @@ Nothing here runs for a solve that succeeds. Each test is a few evaluations of F
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -56,6 +57,9 @@ def _cause(problem: Problem, start: Tensor, result: Result, args: Any, solver: s
         return f"the derivative of {name} is not its slope: use no detach(), item() or numpy on the way from y to its value"
     if bool((result.status[failed] == Status.negative_curvature).any()):
         return "the point is a maximum or a saddle: start elsewhere, or, to maximise a score, minimise its negative"
+    if kind == "plan" and bool((failed & _beyond(F, problem.evaluate(start))).any()):
+        wider = "use float64 or " if y.dtype != torch.float64 else ""
+        return f"the states grow until {name} and its derivative are too large for {y.dtype}: {wider}a shorter horizon"
     if problem.objective is not None and problem.box is None and _falls(problem, start, y, failed):
         return f"{name} falls without end, so it has no minimum: add a term that grows, or check its sign"
     if bool((failed & jumps(problem, result.value)).any()):
@@ -86,8 +90,14 @@ def _falls(problem: Problem, start: Tensor, y: Tensor, failed: Tensor) -> bool:
     far = batch.norm(y) > _FAR * (1 + batch.norm(start))
     sunk = problem.objective(y) < -_FAR * (1 + problem.objective(start).abs())
     F, elsewhere = problem.evaluate(y), problem.evaluate(y + direction(y))
-    same = batch.norm(F - elsewhere) <= 4 * math.sqrt(y.shape[1]) * torch.finfo(y.dtype).eps * batch.norm(F)
-    return bool((failed & (far | sunk | (same & (batch.norm(F) > 0)))).any())
+    size = batch.length(F)
+    same = batch.length(F - elsewhere) <= 4 * math.sqrt(y.shape[1]) * torch.finfo(y.dtype).eps * size
+    return bool((failed & (far | sunk | (same & (size > 0)))).any())
+
+
+def _beyond(*Fs: Tensor) -> Tensor:
+    """Whose squares of F are no numbers of their dtype, at any of the points, (B,)."""
+    return torch.stack([batch.finite(F) & ~batch.norm(F).isfinite() for F in Fs]).any(dim=0)
 
 
 def jumps(problem: Problem, y: Tensor) -> Tensor:
@@ -102,9 +112,10 @@ def jumps(problem: Problem, y: Tensor) -> Tensor:
             return problem.evaluate(y)
         return gradient(problem.objective, y, "score")[0].detach()
 
-    ways = [eps**power * d for power in (0.25, 0.4)]
-    far, near = (batch.norm(slope(y + way) - slope(y - way)) for way in ways)
-    return near > 0.5 * far
+    # Unstable dynamics turn a short way into a long one; what is a jump is one over a still shorter way, too.
+    powers = (0.25, 0.4, 0.6) if problem.name == "plan" else (0.25, 0.4)
+    changes = [batch.length(slope(y + eps**power * d) - slope(y - eps**power * d)) for power in powers]
+    return torch.stack([near > 0.5 * far for far, near in itertools.pairwise(changes)]).all(dim=0)
 
 
 def _is_stuck(problem: Problem, y: Tensor, failed: Tensor) -> bool:

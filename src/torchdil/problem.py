@@ -63,6 +63,10 @@ class Statement(ABC):
         """A direct solver for J that knows its structure, if there is one and it fits into memory."""
         return None
 
+    def newton(self) -> Any:
+        """A forward solver of Newton's that knows the structure of F, if there is one; else None."""
+        return None
+
     def box(self, y: Tensor) -> Box | None:
         """Bounds that y keeps, (B, n) each, if there are any."""
         return None

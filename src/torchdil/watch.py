@@ -65,7 +65,8 @@ class Watch:
         if k in self.refine or setting.on_failure in ("raise", "warn"):
             setting.on_failure = "ignore"  # "zero" and "nan" are part of the layer's gradient
         if k in self.refine:
-            setting.solver = _Refine(y=self.refine[k], direct=setting.statement.direct())
+            inner = setting.statement.newton() or Newton(linear_solver=setting.statement.direct())
+            setting.solver = _Refine(y=self.refine[k], inner=inner)
         if k in self.exact:
             setting.linear_solver = setting.statement.direct() or _Exact()
 
@@ -93,16 +94,16 @@ class Watch:
 
 @dataclass(frozen=True)
 class _Refine(Solver):
-    """Newton from a known point, until rounding stops it; `direct` solves with J where that has a structure."""
+    """Newton's method, `inner`, from a known point, until rounding stops it."""
 
     keeps_bounds = True
 
     y: Tensor | None = None
-    direct: LinearSolver | None = None
+    inner: Solver | None = None
 
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
         start = y0 if self.y is None or self.y.shape != y0.shape else self.y.to(y0)
-        return Newton(linear_solver=self.direct).solve(problem, start, tolerance)
+        return (self.inner or Newton()).solve(problem, start, tolerance)
 
     def accuracy(self, dtype: torch.dtype) -> float:
         return 4 * torch.finfo(dtype).eps

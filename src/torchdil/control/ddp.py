@@ -24,8 +24,9 @@ from torchdil.solution import Result, Status
 from torchdil.solvers.line_search import Iterate
 from torchdil.solvers.newton import Direction, Newton, NewtonSteps
 
-# In a box a shorter step than this goes straight: clipping may keep the closed loop from going downhill, however short.
-_STRAIGHT = 0.1
+# In a box a shorter step than this goes straight: clipping may keep the closed loop from going downhill, however short. But a
+# straight way bends where the first control meets its bound, and an unstable system allows short steps only on it.
+_STRAIGHT = 1e-3
 # How often, and how much further, to go on where F met its tolerance but Newton's step is still long.
 _ROUNDS = 5
 _FURTHER = 1e-3
@@ -50,13 +51,14 @@ class DDP(NewtonSteps):
         if problem.bound is None:
             return Newton(self.rtol, self.atol, self.max_steps, self.verbose).solve(problem, y0, tolerance)
         result = super().solve(problem, y0, tolerance)
-        for _ in range(_ROUNDS):
+        for rounds in range(_ROUNDS + 1):
             now = Iterate.at(problem, result.value)
-            left = batch.norm(self._direction(problem, now).d)
+            direction = self._direction(problem, now)
             # An unstable system makes F huge along a few directions, and small against that everywhere else.
             way = torch.maximum(batch.norm(now.y), batch.norm(now.y - y0))
-            loose = (result.status == Status.converged) & (left > self.accuracy(y0.dtype) ** 0.5 * way)
-            if not bool(loose.any()):
+            left, met = batch.norm(direction.d), result.status == Status.converged
+            loose = met & (left > self.accuracy(y0.dtype) ** 0.5 * way)
+            if rounds == _ROUNDS or not bool(loose.any()):
                 break
             more = super().solve(problem, now.y, torch.where(loose, _FURTHER * batch.norm(now.F), torch.inf))
             more.stats.steps = more.stats.steps + result.stats.steps
@@ -64,7 +66,23 @@ class DDP(NewtonSteps):
             # Where F is as small as rounding lets it be, the search for more ends by stagnation.
             worse = loose & (more.status != Status.stagnated)
             result = more._replace(status=torch.where(worse, more.status, result.status))
-        return result
+        return self._ended(problem, result, now, direction, met & (left > self.accuracy(y0.dtype) * way), tolerance)
+
+    def _ended(
+        self, problem: Problem, result: Result, now: Iterate, direction: Direction, due: Tensor, tolerance: Tensor
+    ) -> Result:
+        """The result after the step that is left, which is known, where that is `due`: half the digits become all."""
+        due = due & ~direction.saddle
+        if not bool(due.any()) or direction.path is None:
+            return result
+        new = Iterate.at(problem, batch.select(due, direction.path(torch.ones_like(tolerance)), now.y))
+        size = batch.norm(new.F)
+        noise = torch.finfo(now.y.dtype).eps ** 0.5 * now.merit.abs()
+        fine = due & (size <= torch.maximum(batch.norm(now.F), tolerance)) & (new.merit - now.merit <= noise)
+        stats = result.stats
+        stats.steps = stats.steps + fine
+        stats.history = [*stats.history, torch.where(fine, size, stats.history[-1])]
+        return result._replace(value=batch.select(fine, new.y, now.y))
 
     def _factorises(self, y: Tensor) -> bool:
         return True

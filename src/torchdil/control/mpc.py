@@ -141,9 +141,8 @@ class MPC(Reporting):
         report = Report(torch.Size(()) if single else layout.batch_shape)
         solver = DDP() if self.solver is None else self.solver
         linear_solver = Riccati() if self.linear_solver is None else self.linear_solver
-        setting = Setting(
-            Planning(layout, self.bounds, self.on_failure == "zero"), plan, solver, linear_solver, self.on_failure, report
-        )
+        statement = Planning(layout, self.bounds, self.on_failure == "zero", newton=DDP(), direct=Riccati())
+        setting = Setting(statement, plan, solver, linear_solver, self.on_failure, report)
         u = layout.unravel(setting.attached(start, (x,)))
         self.report = setting.report
         return u[0] if single else u

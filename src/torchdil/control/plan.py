@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from torchdil.batch import Layout
+from torchdil.linear.base import LinearSolver
 from torchdil.problem import Box, Call, Statement, active, gradient, held
+from torchdil.solvers.base import Solver
 from torchdil.solvers.bounds import rows_of
 
 Dynamics = Callable[[Tensor, Tensor], Tensor]
@@ -89,14 +91,23 @@ class Planning(Statement):
         bounds: (low, high), or None.
         guarded: a sample whose F is not finite is looked at as if its state and controls were zero: zero times infinity would
             be NaN, in parameters shared with others.
+        newton, direct: solvers that know the structure, for those who look for an exact answer.
     """
 
     name, argument, symmetric, has_objective = "plan", "cost", True, True
     functions = "cost or dynamics"
 
-    def __init__(self, layout: Layout, bounds: tuple[Any, Any] | None, guarded: bool):
+    def __init__(
+        self,
+        layout: Layout,
+        bounds: tuple[Any, Any] | None,
+        guarded: bool,
+        newton: Solver | None = None,
+        direct: LinearSolver | None = None,
+    ):
         super().__init__(layout)
         self.bounds, self.guarded = bounds, guarded
+        self._newton, self._direct = newton, direct
 
     def objective(self, call: Call, y: Tensor, args: tuple[Any, ...]) -> Tensor:
         return call(self.layout.unravel(y), *args)
@@ -124,3 +135,9 @@ class Planning(Statement):
 
     def box(self, y: Tensor) -> Box | None:
         return None if self.bounds is None else rows_of(self.bounds, self.layout, y)
+
+    def direct(self) -> LinearSolver | None:
+        return self._direct
+
+    def newton(self) -> Solver | None:
+        return self._newton
