@@ -25,6 +25,7 @@ from torchdil.linear import (
     NormalCG,
     WarmStart,
 )
+from torchdil.linear.rounding import left_by_rounding
 from torchdil.operator import Operator
 from torchdil.solution import Result, Status
 
@@ -375,6 +376,42 @@ def test_dense_solves_badly_scaled_and_mixed_samples():
         expected = torch.tensor([[1.0, 1e20], [1.0, -0.5], [1.0, 0.5], [1.0, 0.0]], dtype=torch.float64)
         torch.testing.assert_close(result.value, expected)
         assert result.stats.steps.tolist() == [1] * 4
+
+
+def test_units_of_rows_make_no_matrix_singular():
+    well, b = draw(36, 50, 6, 6) + 5 * torch.eye(6, dtype=torch.float64), draw(37, 50, 6)
+    unit = 10 ** (16 * torch.rand(50, 6, generator=torch.Generator().manual_seed(38)).double())
+    result = Dense().solve(operator_of(unit.unsqueeze(2) * well, False), unit.sqrt() * b)
+    assert set(names(result.status)) == {"converged"}
+    assert (result.stats.residual <= result.stats.tolerance).all()
+    torch.testing.assert_close(result.value, torch.linalg.solve(well, b / unit.sqrt()), rtol=ATOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("n", [3, 6])
+@pytest.mark.parametrize("kind", ["of integers", "of any numbers", "badly scaled"])
+def test_no_singular_matrix_passes_for_one_that_is_badly_scaled(kind, n):
+    """Some of their solutions, 1e16 and more, leave a residual that rounding accounts for, row by row."""
+    generator = torch.Generator().manual_seed(40)
+    if kind == "of integers":
+        A, combination, b = (torch.randint(-9, 10, shape, generator=generator).double() for shape in singular_shapes(n))
+    else:
+        A, combination, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in singular_shapes(n))
+    A[:, -1] = (combination * A[:, :-1]).sum(dim=1)
+    if kind == "badly scaled":
+        A = draw(41, 5000, n, 1).mul(5).exp() * A * draw(42, 5000, 1, n).mul(5).exp()
+    LU, order, _ = torch.linalg.lu_factor_ex(A)
+
+    def by_factors(b):
+        return torch.linalg.lu_solve(LU, order, b.unsqueeze(2)).squeeze(2)
+
+    x = by_factors(b)
+    r, terms = b - apply(A, x), apply(A.abs(), x.abs()) + b.abs()
+    assert (r.abs() <= 1e-15 * terms).all(dim=1).any()
+    assert not left_by_rounding(by_factors, x, r, terms).any()
+
+
+def singular_shapes(n):
+    return (5000, n, n), (5000, n - 1, 1), (5000, n)
 
 
 def test_minres_refuses_what_is_not_symmetric():

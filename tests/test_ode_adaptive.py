@@ -151,6 +151,22 @@ def test_gradients_by_rate_constants_are_those_of_tight_differences(name):
     assert (gradient - expected).abs().le(GRADIENT * expected.abs()).all()
 
 
+@pytest.mark.parametrize(
+    ("method", "times"),
+    [("radau5", (0.0, 4e7)), ("radau5", (0.0, 4e9)), ("trbdf2", (0.0, 2e9, 4e9)), ("kvaerno5", (0.0, 2e9, 4e9))],
+)
+def test_gradients_of_steps_that_are_long_for_the_fastest_rate(method, times):
+    # Late in Robertson's problem dc/dt = p2 (p0 a / p1)² and c = 1, so a = (p1 / p0)² / (p2 t) but for terms of its own size.
+    # The rows of the systems differ by h |∂f/∂y|, up to 1e14.
+    p = torch.tensor(PROBLEMS["Robertson"].p, dtype=torch.float64, requires_grad=True)
+    f, y0 = PROBLEMS["Robertson"].torch(p), at(1, 0, 0)
+    settings = {"rtol": 1e-4, "atol": 1e-10, "options": {"max_steps": 100_000}, "on_failure": "raise"}
+    for a, t in zip(solve(f, y0, at(*times), method=method, **settings).value[1:, 0], times[1:], strict=True):
+        assert 0.9 < a.item() * p[2].item() * t * (p[0] / p[1]).item() ** 2 < 1.1
+        (gradient,) = torch.autograd.grad(a.log(), p, retain_graph=True)
+        assert (p * gradient - at(-2, 2, -1)).abs().max() < 1e-3 + 100 * a
+
+
 def swing(t: Tensor, y: Tensor) -> Tensor:
     return torch.stack((y[..., 1], -torch.sin(y[..., 0]) - 0.3 * y[..., 1] + torch.cos(t)), dim=-1)
 

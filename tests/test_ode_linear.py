@@ -268,6 +268,23 @@ def test_a_singular_block_is_a_breakdown_of_its_sample(d, transpose):
 
 
 @both_ways
+@pytest.mark.parametrize(("rows", "d"), [(1, 3), (2, 2), (1, 20)])
+def test_a_block_that_is_singular_but_for_rounding_is_a_breakdown(rows, d, transpose):
+    system = System(rows, 5, d)
+    combination = draw(12, rows * d - 1)
+
+    def residual(y: Tensor) -> Tensor:  # in a step of sample 1 the last row is a combination of the others
+        F = system.statement.residual(system.func, y, system.args).unflatten(1, (5, rows * d))
+        last = F[..., -1].clone()
+        last[1, 2] = F[1, 2, :-1] @ combination
+        return torch.cat((F[..., :-1], last.unsqueeze(2)), dim=2).flatten(1)
+
+    found = system.direct().solve(system.operator(residual), system.rhs, transpose=transpose)
+    assert found.status.tolist() == [Status.converged, Status.breakdown, Status.converged]
+    close(found.value[::2], system.exact(transpose)[::2], SAME[torch.float64])
+
+
+@both_ways
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", ["y", "rhs"])
 @pytest.mark.parametrize("d", [2, 20], ids=["inverse", "LU"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import torchdil as dil
-from torchdil.ode import SimplifiedNewton, solve
+from torchdil.ode import SimplifiedNewton, newton, solve, step
 from torchdil.ode.whole import WholeTrajectory
 from torchdil.solution import Status
 
@@ -188,6 +188,65 @@ def test_a_hard_sample_changes_nothing_for_the_others():
     for b in range(3):
         alone = solve(stiff, y0[b : b + 1], t, method="sdirk2", batch_dims=1, solver=SimplifiedNewton())
         assert (found.value[:, b] - alone.value[:, 0]).abs().max() < EXACT * found.value.abs().max()
+
+
+class Counted:
+    """Counts the Jacobians that are formed."""
+
+    def __init__(self, monkeypatch):
+        self.calls, real = 0, step.jacobian
+
+        def jacobian(*arguments):
+            self.calls += 1
+            return real(*arguments)
+
+        monkeypatch.setattr(step, "jacobian", jacobian)
+
+
+@pytest.mark.parametrize("method", ["backward_euler", "radau5"])
+def test_no_matrices_are_formed_for_a_batch_that_needs_few_products(method, monkeypatch):
+    y0 = torch.randn(32, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    W = torch.randn(200, 200, generator=torch.Generator().manual_seed(1), dtype=torch.float64) / 200**0.5
+
+    def f(t: Tensor, y: Tensor) -> Tensor:
+        return torch.tanh(y @ W.to(y.device)) - y
+
+    counted = Counted(monkeypatch)
+    full = solve(f, y0, times(0.5, 3), method=method, batch_dims=1, solver=SimplifiedNewton(jacobian="full"), options=GRID)
+    formed = counted.calls
+    found = solve(f, y0, times(0.5, 3), method=method, batch_dims=1, options=GRID)
+    assert found.converged.all() and formed
+    assert (counted.calls == formed) == (not found.value.is_cuda)
+    assert (found.value - full.value).abs().max() < SAME
+
+
+@pytest.mark.parametrize("method", ["backward_euler", "trbdf2", "radau5"])
+def test_matrices_are_formed_where_a_batch_turns_stiff(method, monkeypatch):
+    monkeypatch.setattr(newton, "_DEAR", 1e4)
+    monkeypatch.setattr(newton, "_UNKNOWNS", 6)
+    y0 = torch.rand(16, 60, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def f(t: Tensor, y: Tensor) -> Tensor:  # diffusion that sets in
+        padded = torch.nn.functional.pad(y, (1, 1))
+        second = padded[..., 2:] - 2 * y + padded[..., :-2]
+        return 1e3 * (t - 1).clamp(min=0) * second - y**3
+
+    settings = {"method": method, "batch_dims": 1, "options": GRID}
+    full = solve(f, y0, times(2.0, 8), solver=SimplifiedNewton(jacobian="full"), **settings)
+    counted = Counted(monkeypatch)
+    for end, steps, formed in ((1.0, 4, y0.is_cuda), (2.0, 8, True)):
+        found = solve(f, y0, times(end, steps), **settings)
+        assert found.converged.all() and bool(counted.calls) == formed
+        assert (found.value - full.value[: steps + 1]).abs().max() < SAME
+    assert (found.stats.steps >= 8).all()
+
+
+@pytest.mark.parametrize(
+    ("samples", "unknowns", "tried"), [(1, 500, 0), (1, 600, 0), (64, 50, 0), (32, 200, 6), (32, 384, 12), (32, 600, 20)]
+)
+def test_which_shapes_are_tried_without_matrices(samples, unknowns, tried):
+    assert newton.fits(samples, unknowns)
+    assert newton.worth_a_try(samples, unknowns) == tried
 
 
 def test_fixed_point_iteration_says_that_it_cannot_do_stiff_equations():

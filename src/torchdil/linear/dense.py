@@ -16,6 +16,7 @@ from torch import Tensor
 from torchdil import batch
 from torchdil.linear.base import AtOnce, LinearSolver
 from torchdil.linear.evidence import Factored
+from torchdil.linear.rounding import left_by_rounding
 from torchdil.linear.spectrum import Matrix
 from torchdil.operator import Operator
 from torchdil.solution import Result, Stats, Status
@@ -26,9 +27,9 @@ class Dense(LinearSolver):
     """A direct solve with the explicit J, O(n³) a sample.
 
     The residual may reach rtol ‖rhs‖ plus what rounding leaves of a backward-stable solve, 100 n eps ‖A‖ ‖x‖ (but not more than
-    eps^(1/3) ‖rhs‖). An indefinite A is solved like any other. A singular A gets the least-squares solution of minimum norm:
-    `converged` where rhs is in the range, `breakdown` where it is not. Of the base's fields, `max_steps`, `preconditioner` and
-    `product` have no use here.
+    eps^(1/3) ‖rhs‖), or, where A is badly scaled, 100 eps (|A| |x| + |rhs|) row by row. An indefinite A is solved like
+    any other. A singular A gets the least-squares solution of minimum norm: `converged` where rhs is in the range, `breakdown`
+    where it is not. Of the base's fields, `max_steps`, `preconditioner` and `product` have no use here.
 
     Example:
         >>> dil.argmin(score, y0, linear_solver=dil.Dense())
@@ -83,15 +84,15 @@ class Dense(LinearSolver):
             A = torch.where(whole[:, None, None], A, torch.eye(A.shape[1], dtype=dtype, device=A.device))
         b = torch.where(whole.unsqueeze(1), rhs.to(dtype), 0.0)
         tolerance = self.tolerance(b)
-        x, singular, indefinite = self._factor_and_solve(A, b, tolerance, operator.symmetric)
+        x, singular, indefinite, rounding = self._factor_and_solve(A, b, tolerance, operator.symmetric)
         if bool(singular.any()):
             least = _minimum_norm(A[singular], b[singular], operator.symmetric)
             first, second = (batch.norm(_residual(A[singular], b[singular], u)) for u in (x[singular], least))
             # Tiny pivots are no proof: a badly scaled A, diag(1, 1e-20), is solved well by LU and only by LU.
-            keep = (first <= tolerance[singular]) & (first < 1e-3 * second)
+            keep = (rounding[singular] > 0) | (first <= tolerance[singular]) & (first < 1e-3 * second)
             x[singular] = batch.select(keep, x[singular], least)
         residual = batch.norm(_residual(A, b, x))
-        tolerance = tolerance + _rounding(A, b, x)
+        tolerance = torch.maximum(tolerance + _rounding(A, b, x), rounding)
         status = torch.where(residual <= tolerance, int(Status.converged), int(Status.breakdown))
         stats = Stats(
             method="Dense, not positive definite" if indefinite else "Dense",
@@ -127,8 +128,10 @@ class Dense(LinearSolver):
         return x, residual, tolerance, good if info is None else good & (info == 0)
 
     @staticmethod
-    def _factor_and_solve(A: Tensor, b: Tensor, tolerance: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, bool]:
-        """x, which samples are singular to rounding, and whether a symmetric one is not positive definite."""
+    def _factor_and_solve(A: Tensor, b: Tensor, tolerance: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, bool, Tensor]:
+        """x, which samples seem singular to rounding, whether a symmetric one is not positive definite, and, of those that only
+        seem singular in the units of their rows, what rounding leaves of the residual (else 0).
+        """
         solve, pivots, indefinite = _factorise(A, symmetric)
         x = solve(b)
         r = _residual(A, b, x)
@@ -138,7 +141,12 @@ class Dense(LinearSolver):
             better = batch.norm(r_refined) < batch.norm(r)
             x, r = batch.select(better, refined, x), batch.select(better, r_refined, r)
         solved = (batch.norm(r) <= tolerance + _rounding(A, b, x)) & batch.finite(x)
-        return x, ~solved | (pivots.amin(dim=1) <= _rank_floor(A.shape[1], A.dtype) * pivots.amax(dim=1)), indefinite
+        singular = ~solved | (pivots.amin(dim=1) <= _rank_floor(A.shape[1], A.dtype) * pivots.amax(dim=1))
+        rounding = torch.zeros_like(tolerance)
+        if bool(singular.any()):
+            terms = (A.abs() @ x.abs().unsqueeze(2)).squeeze(2) + b.abs()
+            rounding = torch.where(singular, left_by_rounding(solve, x, r, terms), 0.0)
+        return x, singular, indefinite, rounding
 
 
 def factorised(product: Callable[[Tensor], tuple[Tensor]], p: Tensor) -> tuple[Tensor, ...]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.linear.base import LinearSolver
+from torchdil.linear.rounding import left_by_rounding
 from torchdil.operator import Operator, Product
 from torchdil.solution import Result, Stats, Status
 
@@ -67,24 +68,43 @@ class Bidiagonal(LinearSolver):
         whole = torch.isfinite(D).flatten(1).all(dim=1) & batch.finite(rhs)
         D = torch.where(whole[:, None, None, None], D, torch.eye(D.shape[-1], dtype=D.dtype, device=D.device))
         b = torch.where(whole[:, None], rhs, 0.0)
-        tolerance = self.tolerance(b)
         factors = Factors(D, self.rows, self.damping)
-        x = factors.solve(b, transpose)
-        r = b - factors.product(x, transpose)
+        x, r, tolerance = self._directly(factors, b, transpose)
         missed = ~(batch.norm(r) <= tolerance)
-        if bool(missed.any()):  # one step of iterative refinement
-            refined = x + factors.solve(r, transpose)
-            r_refined = b - factors.product(refined, transpose)
-            better = missed & (batch.norm(r_refined) < batch.norm(r))
-            x, r = batch.select(better, refined, x), batch.select(better, r_refined, r)
+        if factors.inverts and bool(missed.any()):
+            # An inverse may leave more than rounding does; another factorisation is for what is badly scaled only.
+            stable = Factors(D, self.rows, self.damping, invert=False)
+            again = self._directly(stable, b, transpose)
+            solved = missed & (batch.norm(again[1]) <= again[2])
+            if bool(solved.any()):
+                factors = stable
+                x, r = batch.select(solved, again[0], x), batch.select(solved, again[1], r)
+                tolerance = torch.where(solved, again[2], tolerance)
         residual = batch.norm(r)
-        tolerance = tolerance + self.attainable(factors.size(), x, b)
         solved = (residual <= tolerance) & batch.finite(x)
         status = torch.where(solved, int(Status.converged), int(Status.breakdown))
         status = torch.where(whole, status, int(Status.non_finite))
         x = x.masked_fill(~solved[:, None], 0.0).masked_fill(~whole[:, None], torch.nan)
         evidence = Propagated(factors.solve, r, x, transpose, operator.watched)
         return Result(x, status, self._stats(rhs, residual, tolerance, operator.products - before, evidence))
+
+    def _directly(self, factors: Factors, b: Tensor, transpose: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """x, what it leaves of b, and how much that may be."""
+        tolerance, solve = self.tolerance(b), partial(factors.solve, transpose=transpose)
+        x = solve(b)
+        r = b - factors.product(x, transpose)
+        missed = ~(batch.norm(r) <= tolerance)
+        if bool(missed.any()):  # one step of iterative refinement
+            refined = x + solve(r)
+            r_refined = b - factors.product(refined, transpose)
+            better = missed & (batch.norm(r_refined) < batch.norm(r))
+            x, r = batch.select(better, refined, x), batch.select(better, r_refined, r)
+        tolerance = tolerance + self.attainable(factors.size(), x, b)
+        missed = ~(batch.norm(r) <= tolerance)
+        if bool(missed.any()):
+            rounding = left_by_rounding(solve, x, r, factors.sizes(x, transpose) + b.abs())
+            tolerance = torch.where(missed, torch.maximum(tolerance, rounding), tolerance)
+        return x, r, tolerance
 
     def _refined(self, quick: Solve, product: Product, rhs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x, what it leaves of rhs and what it may leave: by quick solves for what the last one left, while that falls fast."""
@@ -137,13 +157,14 @@ def diagonal_blocks(found: Tensor, steps: int, rows: int) -> Tensor:
 
 
 class Factors:
-    """The blocks D, (B, T, k, k), ready to be solved with."""
+    """The blocks D, (B, T, k, k), ready to be solved with: by inverses where the state is small, if `invert`."""
 
-    def __init__(self, D: Tensor, rows: int, damping: float = 0.0):
+    def __init__(self, D: Tensor, rows: int, damping: float = 0.0, invert: bool = True):
         self.rows, self.d = rows, D.shape[-1] // rows
+        self.inverts = invert and self.d <= WIDE
         self.D = D + damping * torch.eye(D.shape[-1], dtype=D.dtype, device=D.device) if damping else D
         # A failure shows in the residual.
-        self._inverse = inverted(self.D) if self.d <= WIDE else None
+        self._inverse = inverted(self.D) if self.inverts else None
         self._LU = torch.linalg.lu_factor_ex(self.D)[:2] if self._inverse is None else None
 
     def solve(self, r: Tensor, transpose: bool) -> Tensor:
@@ -173,7 +194,14 @@ class Factors:
 
     def product(self, x: Tensor, transpose: bool) -> Tensor:
         """J x or Jᵀ x, (B, n)."""
-        D, d = self.D, self.d
+        return self._product(self.D, x, transpose)
+
+    def sizes(self, x: Tensor, transpose: bool) -> Tensor:
+        """|J| |x|, which rounding in a product with J, or Jᵀ, is proportional to, (B, n)."""
+        return -self._product(-self.D.abs(), x.abs(), transpose)  # the coupling is -E
+
+    def _product(self, D: Tensor, x: Tensor, transpose: bool) -> Tensor:
+        d = self.d
         x = x.unflatten(1, D.shape[1:3])
         y = ((D.mT if transpose else D) @ x.unsqueeze(3)).squeeze(3)
         if transpose:

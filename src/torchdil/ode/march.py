@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torchdil.linear import Auto
 from torchdil.linear.base import LinearSolver
 from torchdil.live import TimeTable, asked, showing
 from torchdil.ode.bidiagonal import Bidiagonal
-from torchdil.ode.newton import SimplifiedNewton
+from torchdil.ode.newton import SimplifiedNewton, unknowns, worth_a_try
 from torchdil.ode.step import StepSolver
 from torchdil.ode.trajectory import Trajectory
 from torchdil.problem import Call, Problem
@@ -186,11 +186,14 @@ class _March:
     def _quick(self) -> Callable[[int, Tensor], tuple[Tensor, Tensor]]:
         """Steps by `StepSolver`."""
         newton = self.inner if isinstance(self.inner, SimplifiedNewton) else SimplifiedNewton()
-        solver = StepSolver(newton, self.method, self.statement.field, self.call, self.y, self.owner)
+        given = (self.method, self.statement.field, self.call, self.y, self.owner)
+        most = self._most(newton)
+        solver = StepSolver(replace(newton, jacobian="krylov") if most else newton, *given, most=most or None)
         explicit, sizes = self.method.explicit, self.h.tolist() if self.shared else []
         slope: list[Tensor | None] = [None]
 
         def step(n: int, tolerance: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal solver
             alive = None if self.all_alive else self.alive
             if n % _RESIZE == 0 and solver.kind in ("full", "krylov"):  # others pass the error from component to component
                 largest = self.weight.amax(dim=1, keepdim=True)
@@ -203,6 +206,10 @@ class _March:
             )
             if self.shared:
                 G = solver.advance(sizes[n], self.at[n], self.y, goal, alive, slope[0])
+                if solver.strained:  # stiff: with matrices from here on
+                    tried, solver = solver, StepSolver(replace(newton, jacobian="full"), *given)
+                    solver.weight, solver.iterations = tried.weight, tried.iterations
+                    G = solver.advance(sizes[n], self.at[n], self.y, goal, alive, slope[0])
             else:
                 h = self.h[:, n : n + 1]
                 solver.refresh(self.at[:, n, :1], self.y)
@@ -225,6 +232,13 @@ class _March:
             return found, solver.residual
 
         return step
+
+    def _most(self, newton: SimplifiedNewton) -> int:
+        """In how many steps a Krylov method must solve, lest matrices are formed, see `worth_a_try`; 0: formed at once."""
+        # On a GPU matrices cost little, and a look at each solve much.
+        if not self.shared or newton.jacobian is not None or self.method.explicit or self.y.device.type != "cpu":
+            return 0
+        return worth_a_try(len(self.y), unknowns(self.method, self.y.shape[1]))
 
     def _ordinary(self, n: int, tolerance: Tensor) -> tuple[Tensor, Tensor]:
         """A step by a solver of the core, or a foreign one."""

@@ -15,21 +15,19 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.linear import GMRES
+from torchdil.ode.derivative import jacobian
 from torchdil.ode.field import Field
 from torchdil.ode.interpolant import POINTS, Place, stages_apart, stages_coupled
 from torchdil.ode.krylov import Block, at_hand
 from torchdil.ode.methods import Method
-from torchdil.ode.newton import SimplifiedNewton
+from torchdil.ode.newton import SimplifiedNewton, apart, fits, unknowns
 from torchdil.operator import Operator
+from torchdil.solution import Result, Status
 
-# The largest batch of matrices I - hγJ to form, in numbers, and the largest of them.
-_NUMBERS, _SIZE = 2**24, 600
 # J is taken anew where the iteration contracts by less than this; a matrix for another h serves if h is this near.
 _SLOW, _SAME = 0.03, 0.02
 # More iterations than this throw doubt on where they began.
 _MANY = 4
-# A plain call and a backward pass for each row are faster than one vmapped call up to so many rows.
-_FEW = 3
 _INNER_RTOL = 1e-3
 # A correction of so many roundings of Y is the last that can be made.
 _ROUNDINGS = 20
@@ -47,6 +45,7 @@ class StepSolver:
         call: f.
         y: a state, (B, D).
         owner: the user's function, with which what is compiled is kept; None: `call`.
+        most: the most steps of a Krylov method in a solve; None: as many as it needs.
 
     Attributes:
         ok: the samples whose last step was solved, (B,); `all_ok` says whether that is all of them.
@@ -56,26 +55,31 @@ class StepSolver:
         iterations: of each sample so far, (B,).
         weight: the size of each component, (B, D), by which F is measured; None: by its norm.
         jacobians, factorisations: how many were made.
+        strained: whether a solve needed more than `most` steps: then nothing else holds.
     """
 
     def __init__(
-        self, newton: SimplifiedNewton, method: Method, field: Field, call: Callable[..., Any], y: Tensor, owner: Any = None
+        self,
+        newton: SimplifiedNewton,
+        method: Method,
+        field: Field,
+        call: Callable[..., Any],
+        y: Tensor,
+        owner: Any = None,
+        most: int | None = None,
     ):
         self.method, self._field, self._call = method, field, call
         samples, d = y.shape
         s = method.stages
-        diagonal = {method.A[i][i] for i in range(s)} - {0.0}
-        # One diagonal element: the stages follow one another, and one matrix of the size of y serves them all.
-        self._apart = method.diagonal and len(diagonal) <= 1
-        self._gamma = max(diagonal, default=0.0) if self._apart else 0.0
+        self._apart = apart(method)
+        self._gamma = max(method.A[i][i] for i in range(s)) if self._apart else 0.0
         self._weights = method.tensors(y)[0]
         self._A = self._weights[:s]
         singular = not self._apart and abs(float(torch.linalg.det(self._A.double()))) < 1e-9
         self._inverse_A = None if self._apart or singular else torch.linalg.inv(self._A.double()).to(y.dtype)
-        q = d if self._apart else s * d
-        fits = q <= _SIZE and samples * q * q <= _NUMBERS
-        self.kind = newton.jacobian or ("full" if fits else "krylov")
-        self._gmres, owner = GMRES(rtol=_INNER_RTOL), call if owner is None else owner
+        q = unknowns(method, d)
+        self.kind = newton.jacobian or ("full" if fits(samples, q) else "krylov")
+        self._gmres, owner = GMRES(rtol=_INNER_RTOL, max_steps=most), call if owner is None else owner
         block = Block(owner, (method, field.mode, field.layout), self._own, self._gmres, self._gmres)
         self._block = block if self.kind == "krylov" and at_hand(field) else None
         self.max_steps = newton.max_steps or (20 if self.kind in ("full", "krylov") else 100)
@@ -91,6 +95,7 @@ class StepSolver:
         self.iterations = torch.zeros_like(self.ok, dtype=torch.long)
         self.rows = y.unsqueeze(1)
         self.jacobians = self.factorisations = 0
+        self._limited, self.strained = most is not None, False
         self.J: Tensor | None = None
         self._M: Tensor | None = None
         self._M_h = 0.0
@@ -114,30 +119,12 @@ class StepSolver:
         layout = self._field.layout
         return layout.ravel(self._call(at.reshape(-1)[0], layout.unravel(y)))
 
-    def jacobian(self, at: Tensor, y: Tensor) -> Tensor:
-        """∂f/∂y at a point of each sample: at (1,) or (B, 1), y (B, D) -> (B, D, D)."""
-        samples, d = y.shape
-        with torch.enable_grad():
-            if self._field.mode == "loop" or (self._field.mode == "vmap" and d <= _FEW):
-                point = y.detach().requires_grad_()
-                f = self.slope(at, point)
-                wanted = f.sum(dim=0).unbind() if f.requires_grad else ()
-                rows = [torch.autograd.grad(w, point, retain_graph=True, materialize_grads=True)[0] for w in wanted]
-                return torch.stack(rows, dim=1) if rows else y.new_zeros(samples, d, d)
-            # A copy of y for each row: one forward and one backward pass, both over a larger batch.
-            point = y.detach().unsqueeze(1).repeat(1, d, 1).requires_grad_()
-            f = self._field(self._call, at.expand(*at.shape[:-1], d), point)
-            if not f.requires_grad:
-                return y.new_zeros(samples, d, d)
-            (J,) = torch.autograd.grad(f.diagonal(dim1=1, dim2=2).sum(), point, materialize_grads=True)
-        return J
-
     def refresh(self, at: Tensor, y: Tensor, where: Tensor | None = None) -> None:
-        """Take J at a point of each sample, see `jacobian`; of the samples in `where` (B,) if given."""
+        """Take J at a point of each sample, at (1,) or (B, 1), y (B, D); of the samples in `where` (B,) if given."""
         if self._eye is None:
             return
         self.jacobians += 1
-        J = self.jacobian(at, y)
+        J = jacobian(self._field, self._call, self.slope, at, y)
         if self.kind == "diagonal":
             J = torch.diag_embed(J.diagonal(dim1=1, dim2=2))
         J = torch.where(torch.isfinite(J).flatten(1).all(dim=1)[:, None, None], J, 0.0)
@@ -331,6 +318,8 @@ class StepSolver:
         self._long = None
         for k in range(self.max_steps):
             F, correction = self._correction(residual, Y, at, h)
+            if self.strained:
+                break
             size = batch.norm(self._weighted(F)) if self._scale is None else self._rms(correction)
             if before is not None:
                 theta = size / before
@@ -384,13 +373,18 @@ class StepSolver:
             if self._block is None:
                 operator = Operator(residual, Y, False)
                 F = operator.graph()[1].detach()
-                return F, self._gmres.solve(operator, F).value
+                return F, self._noted(self._gmres.solve(operator, F))
             with torch.no_grad():
                 F = residual(Y)
                 step = h if isinstance(h, Tensor) else torch.full((), h, dtype=Y.dtype, device=Y.device)
-                return F, self._block.solve(Y, (at, step), F, self._block.expected()).value
+                return F, self._noted(self._block.solve(Y, (at, step), F, self._block.expected()))
         F = residual(Y)
         return F, F if self._M is None else torch.bmm(self._M, F.unsqueeze(2)).squeeze(2)
+
+    def _noted(self, found: Result) -> Tensor:
+        if self._limited and not self.strained:
+            self.strained = bool((found.status != Status.converged).any())
+        return found.value
 
     def _own(self, Y: Tensor, at: Tensor, h: Tensor) -> Tensor:
         """The part of F that depends on the stages, (B, q): at as in `solve`, h times γ where the stages are apart."""
