@@ -138,3 +138,13 @@ def test_fixed_grids_have_none():
     node = dil.NeuralODE(switch(1e-4)(1.0), method="kvaerno5", batch_dims=0, options={"substeps": 10})
     node(y0, times(2.0))[-1].sum().backward()
     assert node.report.grid_error is None
+
+
+@pytest.mark.parametrize("width", [0.1, 1e-4])
+def test_check_gradient_knows(width):
+    """The differences that it makes are on the grid that it holds, and see nothing."""
+    node = dil.NeuralODE(switch(width)(1.0), method="kvaerno5", batch_dims=0, **LOOSE)
+    check = dil.check_gradient(node, state(0.3), times(2.0))
+    assert check.ok == (width == 0.1)
+    assert check.blame == ("nothing" if check.ok else "held steps")
+    assert ("smooth what switches" in str(check)) != check.ok

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torchdil.advice import mend, seen
 from torchdil.captures import captured_names
 from torchdil.modes import observed_by
-from torchdil.solution import Solution, text_table
+from torchdil.solution import GRID_ERROR, Solution, text_table
 from torchdil.watch import Solve, Watch, newton_steps, own_steps
 
 # What may be wrong with a function, and what to do about it.
@@ -34,7 +34,9 @@ _ROUGH = "its slope does not settle as the step of the differences shrinks"
 _BLIND = "it solves under torch.func, where solves cannot be taken apart: this may be theirs"
 _RANDOM = "it gave two answers to the same inputs"
 _ALONE = "it is not defined next to its inputs, so nothing can be compared"
+_HELD = "they follow jumps of the solution, so that it changes with them, which no gradient sees"
 _ADVICE = {
+    _HELD: "tighten rtol and atol, take radauIIA5, or smooth what switches in func",
     _JUMP: "replace what is not smooth there (abs, max, round, a threshold) by a smooth function",
     _KINK: "replace what is not smooth there (relu, abs, max) by a smooth function, or take the gradient as one-sided",
     _CUT: "look for detach(), .data, .item(), numpy or no_grad on the way from that tensor to the result",
@@ -58,7 +60,8 @@ class GradientCheck:
     """What `check_gradient` found; `print` it.
 
     Attributes:
-        blame: "nothing", "forward solve", "backward solve" or "function"; with a number where there are several solves.
+        blame: "nothing", "forward solve", "backward solve" (with a number where there are several), "function", or, of adaptive
+            steps, "held steps".
         error: the relative error of the gradient.
         errors: what each suspect adds to it, e.g. {"function": 2e-9, "forward solve": 3e-2, "backward solve": 1e-11}.
         rtol: the error that counts as right.
@@ -215,6 +218,9 @@ class _Check:
             if phase == "forward" and not refined[k].exact:
                 certain = certain or name
                 sights[name] += "; no exact solution was found near its answer"
+        grids = [error for error in (solve.report.grid_error for solve in solves) if error is not None and error.numel()]
+        if grids and (held := max(float(error.max()) for error in grids)) > GRID_ERROR:
+            certain, errors["held steps"], sights["held steps"] = certain or "held steps", held, _HELD
         culprit = certain or max(errors, key=lambda name: errors[name])
         error = max(error, errors[culprit])
         right = not certain and error <= self.rtol
@@ -222,7 +228,8 @@ class _Check:
         table += [(name, f"{errors[name]:.1e}", sights[name]) for name in errors]
         if right:
             return GradientCheck("nothing", error, errors, self.rtol, "", rows, table, unchecked)
-        change = _ADVICE[why or _OTHER] if culprit == "function" else mend(*advice[culprit])
+        reason = _HELD if culprit == "held steps" else why or _OTHER
+        change = mend(*advice[culprit]) if culprit in advice else _ADVICE[reason]
         return GradientCheck(culprit, error, errors, self.rtol, change, rows, table, unchecked)
 
     def outputs(self) -> list[Tensor]:

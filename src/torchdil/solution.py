@@ -22,6 +22,8 @@ from torchdil.status import Status as Status
 Y = TypeVar("Y")
 FailurePolicy = Literal["raise", "warn", "ignore", "zero", "nan"]
 POLICIES = ("raise", "warn", "ignore", "zero", "nan")
+# From where on the error of a gradient that holds adaptive steps fixed is told.
+GRID_ERROR = 0.2
 # How many samples a message names.
 _NAMED = 5
 

@@ -27,10 +27,10 @@ from torchdil.ode.outputs import Estimated
 from torchdil.ode.walk import Tolerances
 from torchdil.operator import Operator
 from torchdil.problem import Call
-from torchdil.solution import ConvergenceError, ConvergenceWarning, Report, user_frame, which
+from torchdil.solution import GRID_ERROR, ConvergenceError, ConvergenceWarning, Report, user_frame, which
 
-# From where on it is told, and how much of λ must be at stake: near an equilibrium shifts in time mean nothing.
-_TOLD, _AT_STAKE = 0.2, 1e-5
+# How much of λ must be at stake: near an equilibrium shifts in time mean nothing.
+_AT_STAKE = 1e-5
 
 
 class Held(Estimated):
@@ -53,7 +53,7 @@ class Held(Estimated):
         except Exception:  # a function may refuse to be called in a backward pass
             return
         report.grid_error = error.reshape(self.layout.batch_shape)
-        off = error > _TOLD
+        off = error > GRID_ERROR
         if on_failure in ("raise", "warn") and bool(off.any()):
             message = (
                 f"The gradient through adaptive steps holds their sizes fixed, and may be off by {float(error[off].max()):.0%} "
