@@ -24,8 +24,8 @@ def tiny():
 
 def test_processes_take_turns_and_agree(tiny):
     (one,) = tiny["cases"]
-    assert one["label"] == "tiny, 2" and set(one["ratios"]) == {"untraced", "compiled", "pages", "handwritten"}
-    for name in ("torchdil", "untraced", "compiled", "pages", "handwritten"):
+    assert one["label"] == "tiny, 2" and set(one["ratios"]) == {"untraced", "compiled", "handwritten"}
+    for name in ("torchdil", "untraced", "compiled", "handwritten"):
         found = one["systems"][name]
         assert "error" not in found and found["gradient_error"] < 1e-10
         assert 0 < found["backward"]["median"] < found["both"]["median"]

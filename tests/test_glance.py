@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torchdil as dil
-from torchdil import condition, glance, solve, traced
+from torchdil import compiled, condition, glance, solve, traced
 from torchdil.linear import curvature
 
 CALLS = traced._PATIENCE + 12
@@ -177,7 +177,7 @@ def test_negative_curvature_that_only_the_backward_pass_meets(monkeypatch):
 def test_products_of_many_vectors_can_be_scripted(monkeypatch):
     """TorchScript does not tell shapes under vmap: where it was asked for one, small systems fell back to Python."""
     refused = []
-    scripted = traced.scripted
+    scripted = compiled.scripted
 
     def spied(*args):
         try:
@@ -186,7 +186,7 @@ def test_products_of_many_vectors_can_be_scripted(monkeypatch):
             refused.append(error)
             raise
 
-    monkeypatch.setattr(traced, "scripted", spied)
+    monkeypatch.setattr(compiled, "scripted", spied)
     traced.forget_all()
     W, x = draw(0, 10, 8).requires_grad_(), draw(1, 10)
     for _ in range(CALLS):

@@ -34,7 +34,6 @@ ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 OURS = "torchdil"
 TORCH, JAX = ("torchopt", "xitorch", "torchdeq"), ("jaxopt", "optimistix")
-PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch's setting for memory in large pages; for "pages" only, as no peer has it
 # A gradient is wrong if it is off by more than this many times the tolerance of the linear solve, relative.
 WRONG = 100.0
 ROUNDS, SECONDS = 7, 0.2
@@ -93,7 +92,6 @@ class Worker:
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
-        settings |= PAGES if name == "pages" else {}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         command = [python, "-m", "benchmarks.peers.worker", name, device]
         self._start = lambda: subprocess.Popen(command, env=os.environ | settings, cwd=ROOT, **pipes)
@@ -201,7 +199,7 @@ def run(
     keep: Callable[[dict[str, Any]], None] = lambda results: None,
 ) -> dict[str, Any]:
     """All problems, or those with `only` in their label; what is there after each of them is handed to `keep`."""
-    others = ("untraced", "handwritten") if device == "cuda" else ("untraced", "compiled", "pages", "handwritten")
+    others = ("untraced", "handwritten") if device == "cuda" else ("untraced", "compiled", "handwritten")
     pythons = dict.fromkeys((OURS, *others), sys.executable)
     pythons |= {name: python for names, python in ((TORCH, torch_python), (JAX, jax_python)) if python for name in names}
     results: dict[str, Any] = {"machine": machine() | {"device": device}, "cases": []}

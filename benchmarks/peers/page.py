@@ -18,7 +18,6 @@ NAMES = {
     "optimistix": "Optimistix",
     "untraced": "torchdil, not traced",
     "compiled": "torchdil, compiled",
-    "pages": "torchdil, large pages",
     "handwritten": "written by hand",
 }
 COLOURS = {
@@ -141,18 +140,8 @@ _TRIED = (
         "1.4 on a GPU",
         'for those who ask, `product="compile"`: it takes a C++ compiler and seconds a layer; not tried on a GPU',
     ),
-    (
-        "memory in large pages, a setting of torch's (CPU, Linux)",
-        "pages",
-        "-",
-        "not ours to set: `THP_MEM_ALLOC_ENABLE=1` in the environment",
-    ),
     ("pipelined CG, one reduction a step", "", "-", "no, not tried: on one device a reduction is no message"),
 )
-
-
-# Those that are measured beside the peers.
-_COLUMNS = {"inductor": "compiled", "pages": "pages"}
 
 
 def _tried(results: dict[str, Any]) -> str:
@@ -162,9 +151,9 @@ def _tried(results: dict[str, Any]) -> str:
         + """
 
 *Measured gain*: the backward pass without it over the backward pass with it, everything else being there, on the problems where
-it makes a difference of 10 % or more (`make bench ARGS="--only ablation"`; of Inductor and of large pages, the columns
-"torchdil, compiled" and "torchdil, large pages" above; of the judged answer, forward and backward pass together, given the
-solution); "-": not measured, or nowhere that much. Below 1: there it costs time."""
+it makes a difference of 10 % or more (`make bench ARGS="--only ablation"`; of Inductor, the column "torchdil, compiled" above;
+of the judged answer, forward and backward pass together, given the solution);
+"-": not measured, or nowhere that much. Below 1: there it costs time."""
     )
 
 
@@ -176,8 +165,8 @@ def _gains(name: str, results: dict[str, Any]) -> str:
         # Without the columns nothing is at once either: what is theirs is the rest.
         shared = "at once" if name == "columns" else name
         gains = [one["gains"][name] / (one["gains"][shared] if shared != name else 1) for one in cases if name in one["gains"]]
-        if name in _COLUMNS:
-            ratios = [one["ratios"].get(_COLUMNS[name]) for one in results.get(f"peers{suffix}", {"cases": []})["cases"]]
+        if name == "inductor":
+            ratios = [one["ratios"].get("compiled") for one in results.get(f"peers{suffix}", {"cases": []})["cases"]]
             gains = [1 / ratio["backward"] for ratio in ratios if ratio]
         if felt := [gain for gain in gains if abs(gain - 1) >= FELT]:
             span = f"{min(felt):.2g}" + (f" to {max(felt):.2g}" if len(felt) > 1 else "")

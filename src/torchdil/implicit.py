@@ -57,6 +57,7 @@ class Point:
         primal = fwd.unpack_dual(self.F).primal if tangents_active() else self.F
         self.operator = Operator(condition.residual, y, condition.symmetric, graph=(leaf, primal), key=condition.key)
         self.operator.watched, self.operator.bound = primal.detach(), condition.bound
+        self.operator.boundary = self._on.tensors
         self.operator.versions = [(t, t._version) for t in condition.tensors if not t.is_inference()]
         tracked = torch.is_grad_enabled() and (self._on.tensors or self._on.hidden)
         # A solver that knows the structure of J makes no products, or few.

@@ -64,6 +64,7 @@ class Operator:
         bound: the user's function and its arguments, for linear solvers that know the structure of J; None under a `vmap` that
             these do not take part in row by row.
         versions: of the tensors among these arguments, when F was evaluated.
+        boundary: the tensors that F depends on besides y, as far as they were found.
         memo: what such a solver has worked out at this point, for its next solve.
         factors: J and its Cholesky factor, (B, n, n) each, where the forward pass has worked them out by a trace.
         source: where F comes from, if it may be traced.
@@ -87,6 +88,7 @@ class Operator:
         self.watched: Tensor | None = None
         self.bound: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
         self.versions: list[tuple[Tensor, int]] = []
+        self.boundary: list[Tensor] = []
         self.memo: dict[Hashable, Any] = {}
         self.factors: tuple[Tensor, ...] = ()
         self.source: Source | None = None

@@ -21,16 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdil.modes import no_tangents, plain_saving
+from torchdil.linear import Auto
+from torchdil.modes import no_tangents, observed_by, plain_saving
+from torchdil.ode.interpolant import Interpolant
 from torchdil.ode.methods import Method
 from torchdil.ode.outputs import Estimated
 from torchdil.ode.walk import Tolerances
 from torchdil.operator import Operator
 from torchdil.problem import Call
 from torchdil.solution import GRID_ERROR, ConvergenceError, ConvergenceWarning, Report, user_frame, which
+from torchdil.solve import Setting
+from torchdil.solvers.newton import Newton
 
-# How much of λ must be at stake: near an equilibrium shifts in time mean nothing.
-_AT_STAKE = 1e-5
+# Of Newton's method on a finer grid, which begins near its solution if that does not jump.
+_STEPS = 10
 
 
 class Held(Estimated):
@@ -48,8 +52,8 @@ class Held(Estimated):
         if bool(self.view(rhs)[:, :, :-1].any()):  # a derivative of higher order, which depends on stages, too
             return
         try:
-            with torch.enable_grad(), no_tangents(), plain_saving():
-                error = self._moved(operator, rhs, g)
+            with torch.enable_grad(), no_tangents(), plain_saving(), observed_by(None):
+                error = self._off(operator, rhs, g)
         except Exception:  # a function may refuse to be called in a backward pass
             return
         report.grid_error = error.reshape(self.layout.batch_shape)
@@ -64,33 +68,55 @@ class Held(Estimated):
                 raise ConvergenceError(message, report)
             warnings.warn(message, ConvergenceWarning, stacklevel=user_frame())
 
-    def _moved(self, operator: Operator, rhs: Tensor, g: Tensor) -> Tensor:
-        """Of the effect of a shift in time the part that the grid spoils, (B,); 0 where hardly a part of λ is so."""
+    def _off(self, operator: Operator, rhs: Tensor, g: Tensor) -> Tensor:
+        """How far the gradient may be off, relative, (B,): of the effect of a shift in time the part that the grid spoils.
+
+        Such shifts may have no part in the gradient, so where this is much, a grid twice as fine has the last word.
+        """
         assert operator.bound is not None
         call: Call
-        call, (y0, times) = operator.bound
-        times = times.detach().requires_grad_()
+        call, (y0, given) = operator.bound
+        times = given.detach().requires_grad_()
         F = self.residual(call, operator.y, (y0, times))
-        (moved,) = torch.autograd.grad(F, times, -g)
+        (moved,) = torch.autograd.grad(F, times, -g, retain_graph=True)
         with torch.no_grad():
-            y = self.view(operator.y)[:, :, -1]
-            slopes = self.field(call, times[..., 1:].to(y.dtype), y)
-            parts = [y, slopes, self.view(rhs)[:, :, -1], self.view(g).sum(dim=2)]
+            y, v = self.view(operator.y), self.view(rhs)[:, :, -1]
+            slopes = self.field(call, times[..., 1:].to(y.dtype), y[:, :, -1])
+            seen = (v * slopes).sum(dim=-1)
             if times.dim() == 1:  # one grid for all, whose samples are one system
-                parts = [part.transpose(0, 1).flatten(1).unsqueeze(0) for part in parts]
-                times, moved = times.unsqueeze(0), moved.unsqueeze(0)
-            y, slopes, v, before = parts
-            seen, had = _from_the_end((v * slopes).sum(dim=-1)), _from_the_end(moved[:, 1:])
-            wrong = (had - seen).abs()
-            error = _share(wrong.amax(dim=1), torch.maximum(seen.abs(), had.abs()).amax(dim=1))
-            # In units of the tolerances: the change of λ along f that would mend it, where a step leads anywhere.
-            scale = self.tolerances.scale(y.abs())
-            adjoint = v + torch.cat((before[:, 1:], torch.zeros_like(v[:, :1])), dim=1)
-            lengths, slopes = (adjoint * scale).norm(dim=-1), (slopes / scale).norm(dim=-1)
-            steps = times.diff(dim=-1).abs()
-            spoilt = torch.where(steps * slopes > 1, steps * wrong / slopes, 0.0).sum(dim=1)
-            at_stake = _share(spoilt, (steps * lengths).sum(dim=1)) > max(_AT_STAKE, 1e3 * torch.finfo(g.dtype).eps)
-            return torch.where(at_stake, error, 0.0).expand(len(g))
+                seen, moved = seen.sum(dim=0, keepdim=True), moved.unsqueeze(0)
+            seen, had = _from_the_end(seen), _from_the_end(moved[:, 1:])
+            size = torch.maximum(seen.abs(), had.abs()).amax(dim=1)
+            error = _share((had - seen).abs().amax(dim=1), size).expand(len(g))
+            suspect = error > GRID_ERROR
+            if not bool(suspect.any()):
+                return error
+        tensors = [t for t in operator.boundary if t is not given]
+        v = torch.where(suspect[:, None, None], v, 0.0)
+        own = torch.autograd.grad(F, tensors, -torch.where(suspect.unsqueeze(1), g, 0.0), allow_unused=True)
+        try:
+            ends = self._finer(call, y, y0, given.detach())
+        except ConvergenceError:  # a solution that is not even near it
+            return error
+        finer = torch.autograd.grad((v * ends).sum(), tensors, allow_unused=True)
+        pairs = [(a, b) for a, b in zip(own, finer, strict=True) if a is not None and b is not None]
+        changes = torch.stack([_share((a - b).norm(), torch.maximum(a.norm(), b.norm())) for a, b in pairs])
+        return torch.where(suspect, torch.minimum(error, changes.amax()), error)
+
+    def _finer(self, call: Call, y: Tensor, y0: Any, times: Tensor) -> Tensor:
+        """The states at the ends of the steps, (B, T, D), attached, by steps half as long."""
+        statement = Estimated(self.method, self.state, self.field, 2 * self.steps)
+        middle = (times[..., 1:] + times[..., :-1]) / 2
+        grid = torch.cat((times[..., :1], torch.stack((middle, times[..., 1:]), dim=-1).flatten(-2)), dim=-1)
+        with torch.no_grad():
+            c = self.method.tensors(y)[1]
+            c = c if len(c) == y.shape[2] else torch.nn.functional.pad(c, (0, 1), value=1.0)
+            at = torch.cat((c / 2, (1 + c) / 2)).expand(*y.shape[:2], -1)
+            start = Interpolant(self.method).at(at, self.previous(y, self.state.ravel(y0)), y)
+        linear = statement.direct() or Auto()
+        setting = Setting(statement, call, Newton(max_steps=_STEPS, linear_solver=linear), linear, "raise", Report())
+        unknown = start.reshape(*self.state.batch_shape, start.shape[1:].numel())
+        return statement.view(setting.attached(unknown, (y0, grid)))[:, 1::2, -1]
 
 
 def _from_the_end(a: Tensor) -> Tensor:
