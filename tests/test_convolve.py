@@ -25,10 +25,12 @@ def made(channels, filters, h, v, p, q):
     return x, w, g, ([1, 1], [p, q], [1, 1], False, [0, 0], 1)
 
 
-@pytest.mark.parametrize("kind", [convolve._FEW, convolve._WIDE], ids=["few", "wide"])
+@pytest.mark.parametrize("kind", [convolve._FEW, convolve._WIDE, convolve._STRIPS], ids=["few", "wide", "strips"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_they_are_torchs_convolutions(kind, shape, monkeypatch):
     monkeypatch.setattr(convolve, "correlate", plainly)
+    monkeypatch.setattr(convolve, "_COLUMNS_ON_CPU", 1)
+    monkeypatch.setattr(convolve, "_STRIP", 2**10)  # of one to nine rows
     x, w, g, others = made(*shape)
     bias = torch.arange(len(w), dtype=x.dtype)
     forward, backward = kind[aten.convolution.default], kind[aten.convolution_backward.default]

@@ -778,7 +778,7 @@ def test_the_residual_of_gmres_in_one_piece_is_that_of_its_answer(monkeypatch):
     monkeypatch.setattr(batch, "combine", lambda A, c: bases.append(A) or combine(A, c))
     left, right = (torch.linalg.qr(draw(seed, 3, n, n))[0] for seed in (0, 1))
     A, rhs = left * torch.logspace(0, -9, n, dtype=torch.float64) @ right, draw(2, 3, n)
-    x, _, _, residual, *_ = GMRES()._all_steps(steps, lambda p: (A @ p.unsqueeze(2)).squeeze(2), rhs, rhs)
+    x, _, _, residual, *_ = GMRES()._all_steps([lambda p: (A @ p.unsqueeze(2)).squeeze(2)] * steps, False, rhs, rhs)
     true = torch.linalg.vector_norm(rhs - (A @ x.unsqueeze(2)).squeeze(2), dim=1)
     rounding = 1e-14 * (torch.linalg.vector_norm(x, dim=1) + torch.linalg.vector_norm(rhs, dim=1))
     assert ((residual - true).abs() <= rounding).all()

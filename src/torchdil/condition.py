@@ -167,10 +167,13 @@ class Condition:
             count = source.pull_count
             grads, (told, norm, *rest) = source.pulled(found[:count], boundary), found[count:]
             solved, steps = told.tolist()
+            if at_once.single:
+                source.took_single(bool(solved))
             if grads is None or not solved:
                 return None
             source.solved()
-            source.took(solver.settings, steps, 0)
+            # With products in float32 it may take one or two more, which are there, and are no reason to compile another one.
+            source.took(solver.settings, min(steps, source.expected(solver.settings)) if at_once.single else steps, 0)
             self.report.backward_by(partial(at_once.finished, norm, solver.damping, *rest))
             return grads
 

@@ -1,8 +1,9 @@
-"""Convolutions on a GPU that cuDNN is not made for: with few channels, or in float64.
+"""Convolutions with few channels, or in float64, which cuDNN and oneDNN are not made for.
 
-A prior of images has one channel and a handful of filters; cuDNN is made for many channels and low precision, and takes many
-times as long as it has to. Where a product with J is traced (`torchdil.linearize`) its convolutions are these instead: a kernel
-for few channels, torch's own matrix products else.
+A prior of images has one channel and a handful of filters; these libraries are made for many channels and low precision, and
+take many times as long as they have to. Where a product with J is traced (`torchdil.linearize`) its convolutions are these
+instead. On a GPU: a kernel for few channels, torch's own matrix products else. On a CPU: torch's own matrix products, of some
+rows of the image at a time, as the matrix of a whole large image fits into no cache and is fresh memory each time.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ _CHANNELS, _TAPS, _NUMBERS = 16, 81, 2**31
 _SAMPLES = 2**16
 # What torch's own convolutions keep of a sample.
 _COLUMNS = 2**27
+# Bytes of that matrix on a CPU: from the first on it is made in strips of the second; and so few channels that its products
+# are faster than oneDNN's gradient of an image.
+_COLUMNS_ON_CPU, _STRIP, _NARROW = 2**23, 2**22, 8
 # Pixels of a program, in one row; four of them to a thread where a pixel that was read is used for many filters, else two.
 _BLOCK, _MANY = 128, 4
 
@@ -44,11 +48,15 @@ def chosen(node: fx.Node) -> Any:
     args: Sequence[Any] = node.args[1:] if backward else node.args
     x, w = (arg.meta["val"] for arg in args[:2])
     stride, padding, dilation, transposed, _, groups = args[3:9]
-    if not x.is_cuda or x.ndim != 4 or transposed or groups != 1 or any(d != 1 for d in dilation) or not x.numel() * w.numel():
+    if x.ndim != 4 or transposed or groups != 1 or any(d != 1 for d in dilation) or not x.numel() * w.numel():
         return target
     made = node.args[0].meta["val"] if backward else node.meta["val"]  # type: ignore[union-attr]
     kernel, result = w.shape[2:].numel(), made.shape[2:].numel()
     known, plain = x.dtype in (torch.float32, torch.float64), all(s == 1 for s in stride)
+    if x.device.type == "cpu":
+        return _STRIPS[target] if known and plain else target
+    if not x.is_cuda:
+        return target
     if known and plain and not backward and args[2] is None and kernel > max(_TAPS, result):
         return _as_gradient if len(x) * result * kernel <= _COLUMNS else target
     inside = all(p < k for p, k in zip(padding, w.shape[2:], strict=True))
@@ -92,7 +100,7 @@ def correlate(x: Tensor, w: Tensor, padding: Sequence[int], factor: Tensor | Non
 
 def _sides(x: Tensor, w: Tensor, padding: Sequence[int]) -> list[int]:
     """Height and width of what a convolution gives."""
-    return [side + 2 * pad - size + 1 for side, pad, size in zip(x.shape[2:], padding, w.shape[2:], strict=True)]
+    return [int(side) + 2 * pad - int(size) + 1 for side, pad, size in zip(x.shape[2:], padding, w.shape[2:], strict=True)]
 
 
 @functools.cache
@@ -182,12 +190,14 @@ def _few_backward(g: Tensor, x: Tensor, w: Tensor, bias: Any, stride: Any, paddi
 
 @_unless_mapped(aten.convolution.default)
 def _wide(x: Tensor, w: Tensor, bias: Tensor | None, stride: Any, padding: Any, *_: Any) -> Tensor:
-    return aten._slow_conv2d_forward.default(x, w, w.shape[2:], bias, stride, padding)
+    return aten._slow_conv2d_forward.default(x.contiguous(), w.contiguous(), w.shape[2:], bias, stride, padding)
 
 
 @_unless_mapped(aten.convolution_backward.default)
 def _wide_backward(g: Tensor, x: Tensor, w: Tensor, bias: Any, stride: Any, padding: Any, *others: Any) -> Gradients:
-    return aten._slow_conv2d_backward.output_mask(g, x, w, w.shape[2:], stride, padding, others[-1])
+    # Of tensors that are not contiguous torch gives other numbers here, and says nothing.
+    given = (t.contiguous() for t in (g, x, w))
+    return aten._slow_conv2d_backward.output_mask(*given, w.shape[2:], stride, padding, others[-1])
 
 
 @_unless_mapped(aten.convolution.default)
@@ -201,6 +211,54 @@ def _as_gradient(x: Tensor, w: Tensor, bias: None, stride: Any, padding: Any, *o
     return found.transpose(0, 1).contiguous()
 
 
+@_unless_mapped(aten.convolution.default)
+def _by_strips(x: Tensor, w: Tensor, bias: Tensor | None, stride: Any, padding: Any, *others: Any) -> Tensor:
+    """On a CPU; oneDNN is as good in float32."""
+    if x.dtype == torch.float32 or _columns(x, w, padding) < _COLUMNS_ON_CPU:
+        return aten.convolution.default(x, w, bias, stride, padding, *others)
+    around, more = _padded(x, padding), int(w.shape[2]) - 1
+    parts = (_wide(around[:, :, i : j + more], w, bias, stride, [0, 0]) for i, j in _strips(x, w, padding))
+    return torch.cat(list(parts), dim=2)
+
+
+@_unless_mapped(aten.convolution_backward.default)
+def _by_strips_backward(g: Tensor, x: Tensor, w: Tensor, bias: Any, stride: Any, padding: Any, *others: Any) -> Gradients:
+    of_x, of_w, of_bias = others[-1]
+    single = x.dtype == torch.float32
+    if (single and (of_w or w.shape[1] > _NARROW)) or (not single and _columns(x, w, padding) < _COLUMNS_ON_CPU):
+        return aten.convolution_backward.default(g, x, w, bias, stride, padding, *others)
+    around, more = _padded(x, padding), int(w.shape[2]) - 1
+    x_grad, w_grads = (torch.zeros_like(around) if of_x else None), []
+    for i, j in _strips(x, w, padding):
+        given = g[:, :, i:j], around[:, :, i : j + more], w, bias, stride, [0, 0]
+        part, w_grad, _ = _wide_backward(*given, [of_x, of_w, False])
+        if x_grad is not None:
+            x_grad[:, :, i : j + more] += part
+        w_grads.append(w_grad)
+    if x_grad is not None:
+        up, left = padding
+        x_grad = x_grad[:, :, up : x_grad.shape[2] - up, left : x_grad.shape[3] - left]
+    return x_grad, sum(w_grads) if of_w else None, g.sum(dim=(0, 2, 3)) if of_bias else None
+
+
+def _columns(x: Tensor, w: Tensor, padding: Sequence[int]) -> int:
+    """Bytes of the matrix that a convolution of one sample is a product with."""
+    rows, columns = _sides(x, w, padding)
+    return w[0].numel() * rows * columns * x.itemsize
+
+
+def _strips(x: Tensor, w: Tensor, padding: Sequence[int]) -> list[tuple[int, int]]:
+    """Rows of the result, from and to, whose columns fit into a cache."""
+    rows, nbytes = _sides(x, w, padding)[0], _columns(x, w, padding)
+    step = rows if nbytes < _COLUMNS_ON_CPU else max(1, rows * _STRIP // nbytes)
+    return [(i, min(i + step, rows)) for i in range(0, rows, step)]
+
+
+def _padded(x: Tensor, padding: Sequence[int]) -> Tensor:
+    up, left = padding
+    return torch.nn.functional.pad(x, (left, left, up, up)) if up or left else x
+
+
 def _scaled(factor: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, stride: Any, padding: Any, *others: Any) -> Tensor:
     """A convolution times a factor."""
     shape = (len(x), len(w), *_sides(x, w, padding))
@@ -210,4 +268,5 @@ def _scaled(factor: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, stride: A
 
 
 _FEW = {aten.convolution.default: _few, aten.convolution_backward.default: _few_backward}
+_STRIPS = {aten.convolution.default: _by_strips, aten.convolution_backward.default: _by_strips_backward}
 _WIDE = {aten.convolution.default: _wide, aten.convolution_backward.default: _wide_backward}

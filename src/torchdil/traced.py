@@ -17,7 +17,6 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 from torchdil import batch
 from torchdil.compiled import by_inductor, fast, quietly, tracing
 from torchdil.graph import partial_derivatives
-from torchdil.linearize import Split, UntraceableError, add_in_place, split
+from torchdil.linearize import Bound, Split, UntraceableError, add_in_place, split
 from torchdil.shapes_only import shapes_only
 from torchdil.signature import signature
 from torchdil.step_counts import StepCounts
@@ -47,6 +46,9 @@ _LARGE = 2**23
 _CHECKED_FIRST, _CHECKED_EVERY = 3, 10
 # Tensors that are no part of what a function reads, a constant for example: so many, with so many numbers in all.
 _MADE, _MADE_NUMBERS = 16, 2**10
+# Numbers that a product is made with, of all samples, from which on it pays to make it in float32; and after so many solves in
+# a row that were not accurate enough it is left.
+_MANY, _MISSED = 2**17, 3
 # Of one trace so many routines are kept: one for each number of steps, and a CUDA graph has memory of its own.
 _ROUTINES = 16
 # With `product="compile"` what was run so often is compiled, as a number of steps that came once may not come again, unless it
@@ -55,13 +57,18 @@ _OFTEN, _SMALL = 20, 2**18
 
 
 class _Memory:
-    """What is known of one function: how often its Jacobian was solved with, in how many steps, and its trace."""
+    """What is known of one function: how often its Jacobian was solved with, in how many steps, and its trace.
+
+    Attributes:
+        missed: how many of the last solves with products in float32 were not accurate enough.
+    """
 
     def __init__(self) -> None:
         self.solves = self.next_check = 0
         self.refused = self.acquitted = False
         self.trace: _Trace | None = None
         self.counts = StepCounts()
+        self.missed = 0
 
 
 class _Trace:
@@ -94,6 +101,12 @@ class _Trace:
         inputs = (y, *captured)
         return self._compiled("prelude", self._prelude, (), inputs)(*inputs)
 
+    def takes_single(self, transpose: bool, y: Tensor, saved: tuple[Tensor, ...]) -> bool:
+        """Whether products in float32 take less time than it takes to convert what they are made with."""
+        function = self._parts[transpose]
+        numbers = len(y) * sum(saved[place].numel() for place in function.places)
+        return function.multiplies and numbers >= _MANY
+
     def bound(
         self, parts: Parts, key: Hashable, routine: Routine, saved: tuple[Tensor, ...], tensors: tuple[Tensor, ...]
     ) -> Callable[..., tuple[Tensor, ...]]:
@@ -105,7 +118,7 @@ class _Trace:
 
         def plain(*inputs: Tensor) -> tuple[Tensor, ...]:
             at = dict(zip(places, inputs[count:], strict=True))
-            bound = (partial(_call, function.module, [at[place] for place in function.places]) for function in linear)
+            bound = (Bound(function, [at[place] for place in function.places]) for function in linear)
             return routine(*bound, *inputs[:count])
 
         key = (parts, key, *((t.shape, t.dtype) for t in tensors))
@@ -193,7 +206,7 @@ class Source:
         self._tensors: list[Tensor] = []
         self._versions: list[tuple[Tensor, int]] = []
         # Fixed for this point: two backward passes through it must not differ in a bit.
-        self._due = True
+        self._due, self._single = True, False
         self._expected: dict[Hashable, int] = {}
         self._saved: tuple[Tensor, ...] | None = None
         # Rounding must not depend on how often it was called before; or what is looked for is in autograd's graph.
@@ -211,6 +224,7 @@ class Source:
             if len(_memories) > _REMEMBERED:
                 del _memories[next(iter(_memories))]
         self._due = self._memory.solves >= self._memory.next_check
+        self._single = y.dtype == torch.float64 and y.device.type == "cpu" and self._memory.missed < _MISSED
         # Traced now, when the function reads what it read for F, though it is used only in the backward pass.
         if self._memory.solves >= _PATIENCE and self._memory.trace is None and not self._memory.refused:
             self._make(residual, boundary)
@@ -274,6 +288,17 @@ class Source:
         elif self._memory.trace is None:  # products of autograd: what makes many of them counts for several solves
             patience_left = max(0, _PATIENCE - self._memory.solves)
             self._memory.solves += min(patience_left, numbers // _LARGE)
+
+    def takes_single(self, transpose: bool) -> bool:
+        """Whether late steps of a solve at once are to take products in float32, where this pays and has not failed before."""
+        if not self._single or self._trace is None or self._saved is None:
+            return False
+        return self._trace.takes_single(transpose or self._symmetric, self._y, self._saved)
+
+    def took_single(self, good: bool) -> None:
+        """A solve with products in float32 was accurate enough, or not."""
+        if self._memory is not None:
+            self._memory.missed = 0 if good else self._memory.missed + 1
 
     def linear(self, transpose: bool) -> TracedJacobian | None:
         """J, or with `transpose` Jᵀ, if it is traced."""
@@ -390,7 +415,3 @@ def forget_all() -> None:
     """Forget all traces: what follows is rounded as in a new process."""
     with _lock:
         _memories.clear()
-
-
-def _call(module: Any, saved: list[Tensor], p: Tensor) -> tuple[Tensor, ...]:
-    return module(p, *saved)

@@ -7,6 +7,7 @@ structure of its problem and ignore the products.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -16,12 +17,16 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
+from torchdil.linearize import Bound
 from torchdil.operator import KEPT, STRATEGIES, Operator, Product
 from torchdil.progress import Progress
 from torchdil.solution import Evidence, Result, Spectrum, Stats, Status
 
 # ‖A‖ ‖x‖ / ‖rhs‖ beyond which the x of a failed solve is the noise of a singular A, not a part of a solution.
 _WILD = 1e8
+# The rounding of a product in float32, in units of its last digit; and how many such products make up for the one in full
+# precision that checks the answer.
+_SINGLE, _WORTHWHILE = 30.0, 6
 
 
 class AtOnce(NamedTuple):
@@ -34,12 +39,14 @@ class AtOnce(NamedTuple):
             tolerance.
         stats: `(steps, residual, tolerance, *noted) -> Stats`, where all samples are good.
         known: what the forward pass has worked out for it.
+        single: whether its late steps take products in float32.
     """
 
     key: Hashable
     routine: Callable[..., tuple[Tensor, ...]]
     stats: Callable[..., Stats]
     known: tuple[Tensor, ...] = ()
+    single: bool = False
 
     def finished(self, norm: Tensor, damping: float, steps: Tensor, *found: Tensor) -> tuple[Tensor, Stats]:
         """Status and numbers, ‖x‖ and the damping among them."""
@@ -115,6 +122,31 @@ class LinearSolver(ABC):
         product, damping = operator.product(transpose, self.product), self.damping
         # Not in place: the product of a linear function (F = y - a) may be p itself.
         return (lambda p: product(p).add(p, alpha=damping)) if damping else product
+
+    def full_steps(self, operator: Operator, transpose: bool, steps: int) -> int:
+        """How many of the steps of a solve at once must take products in full precision: the first so many.
+
+        The later a step, the smaller it is, and the larger the error that its product may have: with ‖r‖ left to solve for, ‖r‖
+        times the rounding of float32 is no more than the tolerance will be (inexact Krylov methods, Simoncini & Szyld 2003). A
+        residual that falls evenly on the way is assumed. The answer is checked by a product in full precision.
+        """
+        rtol = batch.default_rtol(operator.y.dtype) if self.rtol is None else self.rtol
+        if operator.source is None or not 0 < rtol < 1 or not operator.source.takes_single(transpose):
+            return steps
+        reached = min(1.0, rtol / (_SINGLE * torch.finfo(torch.float32).eps))
+        full = math.ceil(steps * math.log(reached) / math.log(rtol))
+        return full if steps - full >= _WORTHWHILE else steps
+
+    def systems(self, product: Bound, steps: int, full: int | None = None) -> list[Product]:
+        """p -> A p for each step of a solve at once, in float32 after so many in full precision; None: all of them."""
+
+        def system(product: Callable[[Tensor], tuple[Tensor, ...]]) -> Product:
+            return (lambda p: product(p)[0].add(p, alpha=self.damping)) if self.damping else lambda p: product(p)[0]
+
+        early = [system(product)] * steps
+        if full is None or full == steps:
+            return early
+        return early[:full] + [system(product.single())] * (steps - full)
 
     def begin(self, system: Product, rhs: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
         """x and rhs - A x to start from. A start that is worse than zero, or not finite, is dropped per sample."""

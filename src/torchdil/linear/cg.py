@@ -25,6 +25,7 @@ from torchdil.linear.evidence import Steps
 from torchdil.linear.fused import fused_steps
 from torchdil.linear.normal_cg import NormalCG
 from torchdil.linear.spectrum import Ritz
+from torchdil.linearize import Bound
 from torchdil.operator import Operator, Product
 from torchdil.solution import Result, Stats, Status
 
@@ -32,6 +33,10 @@ from torchdil.solution import Result, Stats, Status
 _DRIFT = 10.0
 # ... or, where that is too much, as in float32, the true residual may be so many times the tolerance.
 _SLACK = 10.0
+# The same where late steps took products in float32.
+_NEARLY = 1.1
+# And then it may take longer, by one of so many steps.
+_SPARE = 16
 # Curvatures so many roundings of the largest are none.
 _FLAT = 10
 _ENDS = int(Status.negative_curvature), int(Status.breakdown)
@@ -56,16 +61,21 @@ class CG(LinearSolver):
         if not expected or not operator.symmetric or self.preconditioner is not None or self.flexible:
             return None
 
-        def routine(product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
+        full = self.full_steps(operator, transpose, expected)
+        single = full < expected
+        count = expected + (-(-expected // _SPARE) if single else 0)
+
+        def routine(product: Bound, rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
             tolerance, initial, eps = self.tolerance(rhs), batch.norm(rhs), torch.finfo(rhs.dtype).eps
-            x, noted, positive, largest, moved = self.steps_at_once(expected, product, rhs, tolerance, F)
+            systems = self.systems(product, count, full if single else None)
+            x, noted, positive, largest, moved = self.steps_at_once(systems, rhs, tolerance, F)
             residual = noted[-1, 0]
             good = positive & (residual <= tolerance) & (initial < torch.inf)
-            if rhs.dtype == torch.float64:  # what the recurrence may be off by
-                good &= _DRIFT * expected * eps * largest * batch.norm(x) <= tolerance
+            if rhs.dtype == torch.float64 and not single:  # what the recurrence may be off by
+                good &= _DRIFT * count * eps * largest * batch.norm(x) <= tolerance
             else:
-                residual = batch.norm(rhs - self._system(product)(x))
-                good &= residual <= _SLACK * tolerance
+                residual = batch.norm(rhs - systems[0](x))
+                good &= residual <= (_NEARLY if single else _SLACK) * tolerance
             return x, good, moved.sum(dim=0), residual, tolerance, largest, initial, batch.norm(F), noted
 
         def stats(steps: Tensor, residual: Tensor, tolerance: Tensor, *noted: Tensor) -> Stats:
@@ -73,20 +83,19 @@ class CG(LinearSolver):
             known = _Steps(_Many, residual, [notes])
             history = [initial, *notes[:, 0].unbind()]
             evidence = Steps(known.lengths, history, initial, largest, "orthogonal", size, known.galerkin)
-            return Stats("CG", steps, residual, tolerance, expected, history, Ritz(known.coefficients), evidence=evidence)
+            products, ritz = count + single, Ritz(known.coefficients)
+            return Stats("CG", steps, residual, tolerance, products, history, ritz, evidence=evidence)
 
-        return AtOnce(("CG", self.damping, self.rtol, self.atol, expected), routine, stats)
+        return AtOnce(("CG", self.damping, self.rtol, self.atol, expected, full), routine, stats, single=single)
 
-    def steps_at_once(
-        self, count: int, product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, tolerance: Tensor, F: Tensor
-    ) -> tuple[Tensor, ...]:
-        """So many steps from zero, as one function of tensors.
+    def steps_at_once(self, systems: list[Product], rhs: Tensor, tolerance: Tensor, F: Tensor) -> tuple[Tensor, ...]:
+        """Steps from zero with these p -> A p, as one function of tensors.
 
         Returns:
             x, (B, n); what is noted, (count, 6, B); whether all curvatures were positive and the largest of them, (B,) each;
             which samples took which steps, (count, B).
         """
-        x, noted = (self._fused if rhs.is_cuda else self._bare)(count, product, rhs, tolerance, F)
+        x, noted = (self._fused if rhs.is_cuda else self._bare)(systems, rhs, tolerance, F)
         _, alpha, p_norm2, pq, _, _ = noted.unbind(1)
         moved, curvature = alpha != 0, pq / p_norm2
         largest = torch.where(moved, curvature.abs(), 0.0).amax(dim=0)
@@ -146,29 +155,28 @@ class CG(LinearSolver):
         evidence = Steps(steps.lengths, progress.history, batch.norm(rhs), largest, "orthogonal", size, steps.galerkin)
         return self.result(x, progress, method, operator.products - before, Ritz(steps.coefficients), evidence)
 
-    def _whole_steps(self, count: int, product: Callable[[Tensor], tuple[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def _whole_steps(self, count: int, product: Bound, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Steps without a preconditioner, as one function of tensors: the state, and what is noted, (count, ·, B)."""
         *parts, tolerance, F = tensors
-        steps = fused_steps if tolerance.is_cuda else plain_steps
-        state, noted = steps(count, self._system(product), _State(*parts), tolerance, F)
+        state, noted = self._go_on(self.systems(product, count), _State(*parts), tolerance, F)
         return *state, noted
 
-    def _system(self, product: Callable[[Tensor], tuple[Tensor]]) -> Product:
-        return (lambda p: product(p)[0].add(p, alpha=self.damping)) if self.damping else lambda p: product(p)[0]
+    def _go_on(self, systems: list[Product], state: _State, tolerance: Tensor, F: Tensor) -> tuple[_State, Tensor]:
+        return (fused_steps if tolerance.is_cuda else plain_steps)(len(systems), systems[0], state, tolerance, F)
 
-    def _fused(self, count: int, product: Any, rhs: Tensor, tolerance: Tensor, F: Tensor) -> tuple[Tensor, Tensor]:
-        """So many steps from zero on a GPU: x, and what is noted, (count, 6, B)."""
+    def _fused(self, systems: list[Product], rhs: Tensor, tolerance: Tensor, F: Tensor) -> tuple[Tensor, Tensor]:
+        """Steps from zero on a GPU, all in full precision: x, and what is noted, (count, 6, B)."""
         rr = batch.dot(rhs, rhs)
         running = rr.sqrt() > tolerance
         steps = torch.zeros_like(running, dtype=torch.long)
         status = torch.where(running, -1, int(Status.converged)).to(steps.dtype)
         start = _State(torch.zeros_like(rhs), rhs.clone(), rhs.clone(), rr, rr, *_Many.range(rr), running, status, steps)
-        x, *_, noted = self._whole_steps(count, product, *start, tolerance, F)
-        return x, noted
+        state, noted = self._go_on(systems, start, tolerance, F)
+        return state.x, noted
 
-    def _bare(self, count: int, product: Any, rhs: Tensor, tolerance: Tensor, F: Tensor) -> tuple[Tensor, Tensor]:
+    def _bare(self, systems: list[Product], rhs: Tensor, tolerance: Tensor, F: Tensor) -> tuple[Tensor, Tensor]:
         """The same on a CPU, with a third of the operations on numbers: trouble is not met, it shows in what is noted."""
-        one, system = len(rhs) == 1, self._system(product)
+        one = len(rhs) == 1
         dot: Callable[[Tensor, Tensor], Tensor] = torch.dot if one else batch.dot
         if one:  # a vector, and numbers without an axis
             rhs, F, tolerance = rhs[0], F[0], tolerance[0]
@@ -176,7 +184,7 @@ class CG(LinearSolver):
         rr = p_norm2 = dot(r, r)
         nothing, enough = torch.zeros_like(rr), (1 - 4 * torch.finfo(rr.dtype).eps) * tolerance.square()
         notes: list[Tensor] = []
-        for _ in range(count):
+        for system in systems:
             q = system(p.unsqueeze(0))[0] if one else system(p)
             pq, running = dot(p, q), rr > enough
             alpha = torch.where(running, rr / pq, nothing)
@@ -189,7 +197,7 @@ class CG(LinearSolver):
             p_norm2 = torch.addcmul(after, beta * beta, p_norm2)
             p = torch.addcmul(r, beta if one else beta.unsqueeze(1), p)
             rr = after
-        return x.unsqueeze(0) if one else x, torch.stack(notes).view(count, 6, -1)
+        return x.unsqueeze(0) if one else x, torch.stack(notes).view(len(systems), 6, -1)
 
 
 def plain_steps(count: int, system: Product, state: _State, tolerance: Tensor, F: Tensor) -> tuple[_State, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchdil.linear.auto import direct_pays
 from torchdil.linear.cg import CG
 from torchdil.linear.dense import factorised
+from torchdil.linearize import Bound
 from torchdil.operator import Operator
 from torchdil.solution import Status
 
@@ -67,9 +68,9 @@ def look_at_once(operator: Operator) -> Look | None:
         return Look("factorised", factorised) if operator.shape[1] <= operator.dense_chunk else None
     cg, count = _cg(operator), operator.source.expected(_PROBE)
 
-    def probed(product: Callable[[Tensor], tuple[Tensor]], p: Tensor, probe: Tensor) -> tuple[Tensor, ...]:
+    def probed(product: Bound, p: Tensor, probe: Tensor) -> tuple[Tensor, ...]:
         tolerance = cg.tolerance(probe)
-        _, noted, positive, *_ = cg.steps_at_once(count, product, probe, tolerance, probe)
+        _, noted, positive, *_ = cg.steps_at_once(cg.systems(product, count), probe, tolerance, probe)
         met = noted[-1, 0] <= tolerance
         return product(p)[0], positive & met
 

@@ -6,7 +6,6 @@ A. Preconditioning from the right leaves the residual that is minimised, and tes
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from torchdil import batch
 from torchdil.linear.base import AtOnce, LinearSolver
 from torchdil.linear.evidence import Steps
 from torchdil.linear.spectrum import Matrix
+from torchdil.linearize import Bound
 from torchdil.operator import Operator, Product
 from torchdil.solution import Result, Stats, Status
 
@@ -121,32 +121,32 @@ class GMRES(LinearSolver):
         if not known or not 0 < expected <= self.restart or self.preconditioner is not None:
             return None
 
-        def routine(product: Callable[[Tensor], tuple[Tensor]], rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
-            def system(p: Tensor) -> Tensor:
-                return product(p)[0].add(p, alpha=self.damping) if self.damping else product(p)[0]
+        full = self.full_steps(operator, transpose, expected)
+        single = full < expected
 
-            return self._all_steps(expected, system, rhs, F)
+        def routine(product: Bound, rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
+            return self._all_steps(self.systems(product, expected, full), single, rhs, F)
 
         def stats(steps: Tensor, residual: Tensor, tolerance: Tensor, *noted: Tensor) -> Stats:
             history, size, way = [*noted[0].unbind(1)[:-1], residual], noted[1], _Way(*noted[2:])
             evidence = way.evidence(history[0], size if transpose else None, history)
             method, spectrum = f"GMRES({self.restart})", Matrix(way.H)
-            return Stats(method, steps, residual, tolerance, expected, history, spectrum, evidence=evidence)
+            return Stats(method, steps, residual, tolerance, expected + single, history, spectrum, evidence=evidence)
 
-        return AtOnce(("GMRES", self.damping, self.rtol, self.atol, expected), routine, stats)
+        return AtOnce(("GMRES", self.damping, self.rtol, self.atol, expected, full), routine, stats, single=single)
 
-    def _all_steps(self, m: int, system: Product, rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
+    def _all_steps(self, systems: list[Product], single: bool, rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
         """What `AtOnce` asks for: m steps of all samples, and only then the least-squares problem, by its normal equations.
 
         HᵀH = RᵀR with the R of H = QR, which is as good as H where H is not ill-conditioned; the residual tells.
         """
-        samples, n = rhs.shape
+        (samples, n), m = rhs.shape, len(systems)
         beta, tiny = batch.norm(rhs), torch.finfo(rhs.dtype).tiny
         # A vector of all samples is one piece of memory, written once.
         vectors, H = rhs.new_empty(m + 1, samples, n), rhs.new_zeros(samples, m + 1, m)
         V = vectors.transpose(0, 1)
         torch.div(rhs, beta.clamp_min(tiny).unsqueeze(1), out=vectors[0])
-        for k in range(m):
+        for k, system in enumerate(systems):
             w, H[:, : k + 1, k] = _projected(system(vectors[k]), V[:, : k + 1])
             below = batch.norm(w)
             H[:, k + 1, k] = below
@@ -158,11 +158,11 @@ class GMRES(LinearSolver):
         u = batch.rows(inverse, g)
         x = batch.combine(V[:, :m], u)
         size, tolerance = torch.linalg.vector_norm(H, dim=1).amax(dim=1), self.tolerance(rhs)
-        if rhs.dtype == torch.float64:  # A V = V H to rounding, however far V is from orthogonal
+        if rhs.dtype == torch.float64 and not single:  # A V = V H to rounding, however far V is from orthogonal
             residual = batch.norm(rhs - batch.combine(V, batch.rows(H, u)))
             hidden = 100 * torch.finfo(rhs.dtype).eps * size * batch.norm(u)  # in x = V u
         else:
-            residual = batch.norm(rhs - system(x))
+            residual = batch.norm(rhs - systems[0](x))
             hidden = torch.zeros_like(residual)
         # Each step multiplies the residual by the sine of its Givens rotation.
         sines = torch.diagonal(H, -1, dim1=1, dim2=2) / torch.diagonal(L, dim1=1, dim2=2)
