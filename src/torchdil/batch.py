@@ -17,6 +17,8 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.utils import _pytree as pytree
 
+from torchdil.settings import check_count
+
 
 def mapped(*tensors: Tensor) -> bool:
     """Whether any is many tensors at once, of `torch.func.vmap`, which only torch's own operations can read."""
@@ -104,8 +106,7 @@ class Layout:
 
     @staticmethod
     def of(y: Any, batch_dims: int, name: str = "y0") -> Layout:
-        if not isinstance(batch_dims, int) or batch_dims < 0:
-            raise ValueError(f"batch_dims must be an integer >= 0, got {batch_dims!r}.")
+        check_count("batch_dims", batch_dims, 0)
         leaves, spec = pytree.tree_flatten(y)
         first = leaves[0]
         if any(leaf.dim() < batch_dims for leaf in leaves):

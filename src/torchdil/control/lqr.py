@@ -20,6 +20,7 @@ from torch import Tensor
 from torchdil import batch
 from torchdil.control.shapes import broadcast, check_like, check_size, states_and_controls, symmetric
 from torchdil.modes import eager, full_precision, transforms_active
+from torchdil.settings import check_count
 from torchdil.solution import FailurePolicy, Outcome, Report, Stats, Status, check_policy, handle_failure
 
 _REQUIRED = ("A", "B", "Q", "R")
@@ -113,8 +114,7 @@ def lqr(
         >>> policy = dil.control.lqr(A, B, Q, R, horizon=50)
         >>> states, controls = policy.rollout(x0)
     """
-    if horizon is not None and (not isinstance(horizon, int) or isinstance(horizon, bool) or horizon < 1):
-        raise ValueError(f"horizon must be an integer >= 1 or None, got {horizon!r}.")
+    check_count("horizon", horizon, optional=True)
     check_policy(on_failure)
     given = {"A": A, "B": B, "Q": Q, "R": R, "N": N, "q": q, "r": r, "c": c}
     final = {"Qf": Qf, "qf": qf}

@@ -15,6 +15,7 @@ from torchdil.control.riccati import Riccati
 from torchdil.layers import Reporting
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import eager, observed_by, transforms_active, uncompiled
+from torchdil.settings import check_count
 from torchdil.solution import FailurePolicy, Report, check_policy
 from torchdil.solve import Setting
 from torchdil.solvers.base import Solver
@@ -83,7 +84,7 @@ class MPC(Reporting):
         for name, function in (("dynamics", dynamics), ("cost", cost), ("terminal", terminal)):
             if not (name == "terminal" and function is None):
                 check_callable(function, name, f"{name}(x)" if name == "terminal" else f"{name}(x, u)")
-        _check_count("control_dim", control_dim)
+        check_count("control_dim", control_dim)
         if isinstance(solver, type) or not (solver is None or isinstance(solver, Solver) or callable(solver)):
             raise TypeError(f"solver must be a torchdil solver such as DDP() or a callable (fn, u0) -> u, got {solver!r}.")
         if linear_solver is not None and not isinstance(linear_solver, LinearSolver):
@@ -115,7 +116,7 @@ class MPC(Reporting):
 
     @horizon.setter
     def horizon(self, number: int) -> None:
-        _check_count("horizon", number)
+        check_count("horizon", number)
         self._horizon = number
 
     @eager
@@ -179,8 +180,7 @@ class MPC(Reporting):
         if not callable(true_dynamics):
             raise TypeError(f"true_dynamics must be callable, got {type(true_dynamics).__name__}.")
         _check_order("true_dynamics", true_dynamics)
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
+        check_count("steps", steps)
         _check_state(x0, "x0")
         self.reset()
         single = x0.dim() == 1
@@ -242,11 +242,6 @@ def _check_state(x: Any, name: str = "x_obs") -> None:
         raise TypeError(f"{name} must be float32 or float64 to plan with, got {x.dtype}: use {name}.float().")
     if x.is_meta:
         raise ValueError(f"{name} must hold numbers, got a tensor on the device meta.")
-
-
-def _check_count(name: str, number: Any) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {number!r}.")
 
 
 def _check_order(name: str, function: Any) -> None:

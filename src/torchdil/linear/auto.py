@@ -22,6 +22,7 @@ from torchdil.linear.gmres import GMRES
 from torchdil.linear.minres import MINRES
 from torchdil.linear.spectrum import Either
 from torchdil.operator import Operator
+from torchdil.settings import check_count
 from torchdil.solution import Result, Stats, Status
 
 # One problem is solved directly up to so many unknowns, a batch while all of J is at most so many numbers.
@@ -55,8 +56,7 @@ class Auto(LinearSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dense_below is not None and self.dense_below < 0:
-            raise ValueError(f"dense_below must be at least 0, got {self.dense_below!r}.")
+        check_count("dense_below", self.dense_below, 0, optional=True)
 
     def at_once(self, operator: Operator, transpose: bool, expected: int) -> AtOnce | None:
         krylov = CG if operator.symmetric else GMRES

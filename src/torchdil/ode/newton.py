@@ -8,6 +8,7 @@ import torch
 
 from torchdil import batch
 from torchdil.ode.methods import Method
+from torchdil.settings import check_count, check_number
 
 JACOBIANS = ("full", "diagonal", "identity", "krylov")
 # The largest batch of matrices I - hγJ to form, in numbers, and the largest of them.
@@ -57,10 +58,8 @@ class SimplifiedNewton:
     jacobian: str | None = None
 
     def __post_init__(self) -> None:
-        if self.rtol is not None and not (isinstance(self.rtol, (int, float)) and self.rtol > 0):
-            raise ValueError(f"rtol must be a number > 0, got {self.rtol!r}.")
-        if self.max_steps is not None and not (isinstance(self.max_steps, int) and self.max_steps >= 1):
-            raise ValueError(f"max_steps must be an integer >= 1, got {self.max_steps!r}.")
+        check_number("rtol", self.rtol, above=0, optional=True)
+        check_count("max_steps", self.max_steps, optional=True)
         if self.jacobian is not None and self.jacobian not in JACOBIANS:
             raise ValueError(f"jacobian must be one of {', '.join(map(repr, JACOBIANS))}, got {self.jacobian!r}.")
 

@@ -17,6 +17,7 @@ from torchdil import batch
 from torchdil.live import LiveTable, asked
 from torchdil.problem import Problem
 from torchdil.progress import Progress
+from torchdil.settings import check_count, check_number
 from torchdil.solution import Result, Stats, Status
 
 
@@ -42,14 +43,9 @@ class Solver(ABC):
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("rtol", "atol"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and value >= 0):
-                raise ValueError(f"{name} must be a number >= 0, got {value!r}.")
-        if not isinstance(self.max_steps, int):
-            raise TypeError(f"max_steps must be an integer, got {self.max_steps!r}.")
-        if self.max_steps < 1:
-            raise ValueError(f"max_steps must be at least 1, got {self.max_steps!r}.")
+        check_number("rtol", self.rtol, least=0, optional=True)
+        check_number("atol", self.atol, least=0)
+        check_count("max_steps", self.max_steps)
 
     @abstractmethod
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
