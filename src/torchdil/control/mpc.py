@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ class MPC(Reporting):
         *,
         terminal: Terminal | None = None,
         bounds: tuple[Any, Any] | None = None,
-        solver: Solver | Any = None,
+        solver: Solver | Callable[..., Any] | None = None,
         linear_solver: LinearSolver | None = None,
         on_failure: FailurePolicy = "warn",
     ):

@@ -8,7 +8,6 @@ like any other (`torchdil.ode.trajectory`) and is attached as one; an output ins
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torchdil.ode.equation import Equation, Options
 from torchdil.ode.fixed import structured_solver
 from torchdil.ode.held import Held
 from torchdil.ode.methods import Method
-from torchdil.ode.newton import SimplifiedNewton
+from torchdil.ode.newton import OdeSolver, SimplifiedNewton
 from torchdil.ode.outputs import accepted, outputs
 from torchdil.ode.walk import Tolerances, Walk
 from torchdil.problem import Problem
@@ -33,7 +32,7 @@ def adaptive(
     method: Method,
     options: Options,
     tolerances: Tolerances,
-    solver: Any,
+    solver: OdeSolver | None,
     linear_solver: LinearSolver | None,
     on_failure: str,
     report: Report,

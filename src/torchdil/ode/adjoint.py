@@ -29,6 +29,7 @@ from torchdil.ode.field import Call, Field
 from torchdil.ode.fixed import fixed_grid, structured_solver
 from torchdil.ode.march import Marching
 from torchdil.ode.methods import Method
+from torchdil.ode.newton import OdeSolver
 from torchdil.ode.outcomes import first_failed, improved, together
 from torchdil.ode.sequential import Sequential
 from torchdil.ode.trajectory import Trajectory
@@ -46,7 +47,7 @@ def adjoint_grid(
     equation: Equation,
     method: Method,
     grid: Grid,
-    solver: Any,
+    solver: OdeSolver | None,
     linear_solver: LinearSolver | None,
     on_failure: str,
     report: Report,
@@ -157,7 +158,7 @@ class Backward:
     """The backward integration."""
 
     past: Past
-    solver: Any
+    solver: OdeSolver | None
     linear_solver: LinearSolver | None
     on_failure: str
     report: Report
@@ -258,7 +259,7 @@ def _interpolated(past: Past, times: Tensor) -> Tensor:
     return values + h * (x * (1 - x) ** 2 * change[:, :-1] + x**2 * (x - 1) * change[:, 1:])
 
 
-def _reversed(past: Past, solver: Any) -> tuple[Tensor, Outcome]:
+def _reversed(past: Past, solver: OdeSolver | None) -> tuple[Tensor, Outcome]:
     """y integrated backwards from each output to the one before: its stages (B, N, s, D), in the order of the steps."""
     method, func, device = past.method, past.equation.func, past.times.device
     counts = torch.tensor([-1, *past.ends], device="cpu").diff().flip(0)

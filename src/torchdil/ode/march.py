@@ -20,7 +20,7 @@ from torchdil.linear import Auto
 from torchdil.linear.base import LinearSolver
 from torchdil.live import TimeTable, asked, showing
 from torchdil.ode.bidiagonal import Bidiagonal
-from torchdil.ode.newton import SimplifiedNewton, unknowns, worth_a_try
+from torchdil.ode.newton import OdeSolver, SimplifiedNewton, unknowns, worth_a_try
 from torchdil.ode.step import StepSolver
 from torchdil.ode.trajectory import Trajectory
 from torchdil.problem import Call, Problem
@@ -53,7 +53,7 @@ class Marching(Solver):
     """
 
     statement: Trajectory = field(kw_only=True)
-    inner: SimplifiedNewton | Solver | Callable[..., Any] | None = None
+    inner: OdeSolver | None = None
     linear: LinearSolver | None = None
     owner: Any = None
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from torchdil import batch
 from torchdil.ode.methods import Method
 from torchdil.settings import check_count, check_number
+from torchdil.solvers.base import Solver
 
 JACOBIANS = ("full", "diagonal", "identity", "krylov")
 # The largest batch of matrices I - hγJ to form, in numbers, and the largest of them.
@@ -66,3 +69,7 @@ class SimplifiedNewton:
     def accuracy(self, dtype: torch.dtype) -> float:
         """rtol, or the default for the dtype."""
         return batch.default_rtol(dtype) if self.rtol is None else self.rtol
+
+
+# What may find the stages: a solver of the core or a callable (fn, y) -> y, too.
+OdeSolver = Solver | SimplifiedNewton | Callable[..., Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,13 +23,13 @@ from torchdil.ode.field import holds
 from torchdil.ode.fixed import fixed_grid
 from torchdil.ode.flaws import flaw, look_at_slope, tell, unsolved, warn_of_rounded_times
 from torchdil.ode.methods import Method, method_of
+from torchdil.ode.newton import OdeSolver
 from torchdil.ode.recompute import recomputed
 from torchdil.ode.walk import AdaptiveStats, Tolerances
 from torchdil.probe import is_random
 from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, Y, check_policy, user_frame
-from torchdil.solvers.base import Solver
 
-GRADIENTS = ("ift", "adjoint", "backprop")
+Gradient = Literal["ift", "adjoint", "backprop"]
 
 
 @eager
@@ -39,8 +39,8 @@ def odeint(
     t: Tensor,
     *,
     method: Method | str = "backward_euler",
-    gradient: str = "ift",
-    solver: Solver | Callable[..., Any] | None = None,
+    gradient: Gradient = "ift",
+    solver: OdeSolver | None = None,
     linear_solver: LinearSolver | None = None,
     batch_dims: int = 0,
     rtol: float | None = None,
@@ -109,8 +109,8 @@ def solve(
     t: Tensor,
     *,
     method: Method | str = "backward_euler",
-    gradient: str = "ift",
-    solver: Solver | Callable[..., Any] | None = None,
+    gradient: Gradient = "ift",
+    solver: OdeSolver | None = None,
     linear_solver: LinearSolver | None = None,
     batch_dims: int = 0,
     rtol: float | None = None,
@@ -140,6 +140,12 @@ def solve(
         return _solve_again(func, y0, t, *settings)
 
 
+def check_kind(gradient: str) -> None:
+    """Raise one sentence if there is no such gradient."""
+    if gradient not in get_args(Gradient):
+        raise ValueError(f"gradient must be one of {', '.join(map(repr, get_args(Gradient)))}, got {gradient!r}.")
+
+
 def _solve_again(func: Callable[..., Any], y0: Any, t: Tensor, *settings: Any) -> Solution[Any]:
     """Solve, and once more if what is remembered of func is out of date."""
     known = memory(uncompiled(func))
@@ -158,8 +164,8 @@ def _solve(
     y0: Any,
     t: Tensor,
     method: Method | str,
-    gradient: str,
-    solver: Solver | Callable[..., Any] | None,
+    gradient: Gradient,
+    solver: OdeSolver | None,
     linear_solver: LinearSolver | None,
     batch_dims: int,
     rtol: float | None,
@@ -169,8 +175,7 @@ def _solve(
 ) -> Solution[Any]:
     method = method_of(method)
     check_policy(on_failure)
-    if gradient not in GRADIENTS:
-        raise ValueError(f"gradient must be one of {', '.join(map(repr, GRADIENTS))}, got {gradient!r}.")
+    check_kind(gradient)
     chosen = Options.of(options)
     equation = Equation.of(func, y0, t, batch_dims)
     report = Report(equation.layout.batch_shape)
@@ -211,7 +216,7 @@ def _solve(
 
 
 def _adaptive(
-    equation: Equation, method: Method, gradient: str, chosen: Options, tolerances: Tolerances, common: Any
+    equation: Equation, method: Method, gradient: Gradient, chosen: Options, tolerances: Tolerances, common: Any
 ) -> Tensor:
     """The states at the outputs, (B, T, D), by adaptive steps."""
     if gradient == "backprop" or chosen.checkpoint:
@@ -221,7 +226,7 @@ def _adaptive(
     return walk(equation, method, chosen, tolerances, *common)
 
 
-def _fixed(equation: Equation, method: Method, gradient: str, chosen: Options, _: Tolerances, common: Any) -> Tensor:
+def _fixed(equation: Equation, method: Method, gradient: Gradient, chosen: Options, _: Tolerances, common: Any) -> Tensor:
     """The same on a fixed grid."""
     grid = Grid.of(equation.t, chosen)
     solver, linear_solver, on_failure, report = common

@@ -24,7 +24,7 @@ from torchdil.ode.called import called, changed
 from torchdil.ode.equation import Equation, Grid
 from torchdil.ode.fixed import fixed_grid
 from torchdil.ode.methods import Method
-from torchdil.ode.newton import SimplifiedNewton
+from torchdil.ode.newton import OdeSolver, SimplifiedNewton
 from torchdil.ode.outcomes import together
 from torchdil.solution import ConvergenceWarning, Outcome, Report, handle_failure, mask_failed
 from torchdil.solvers.base import Solver
@@ -36,7 +36,7 @@ def recomputed(
     equation: Equation,
     method: Method,
     grid: Grid,
-    solver: Any,
+    solver: OdeSolver | None,
     linear_solver: LinearSolver | None,
     on_failure: str,
     report: Report,
@@ -120,7 +120,7 @@ class _Trajectory:
 
     equation: Equation
     method: Method
-    solver: Any
+    solver: OdeSolver | None
     linear_solver: LinearSolver | None
     on_failure: str
     report: Report
