@@ -127,6 +127,10 @@ class Equation:
         """y0 as a (B, D) matrix."""
         return self.layout.ravel(self.y0)
 
+    def first_slope(self, y: Tensor) -> Tensor:
+        """f at the first of the times and y (B, D), as a matrix."""
+        return self.layout.ravel(self.func(self.t.detach()[0].to(y.dtype), self.layout.unravel(y)))
+
     def outputs(self, states: Tensor) -> Any:
         """States (B, T, D) as (T, *y0.shape), in the structure of y0."""
         many = replace(self.layout, batch_shape=torch.Size((states.shape[1], *self.layout.batch_shape)))

@@ -26,7 +26,6 @@ from torchdil.ode.methods import Method, method_of
 from torchdil.ode.newton import OdeSolver
 from torchdil.ode.recompute import recomputed
 from torchdil.ode.walk import AdaptiveStats, Tolerances
-from torchdil.probe import is_random
 from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, Y, check_policy, user_frame
 
 Gradient = Literal["ift", "adjoint", "backprop"]
@@ -192,21 +191,21 @@ def _solve(
     adapts = method.adaptive and not chosen.fixed and (method.always_adaptive or not rtol is atol is None)
     with full_precision(equation.start):
         cause = flaw(equation, adapts)
-        if cause:
-            tell(cause, type(method).__name__, equation, on_failure, report)
+        if cause is not None:
+            tell(cause.text, type(method).__name__, equation, on_failure, report)
         else:
             look_at_slope(equation, on_failure)
-        if cause == is_random("func"):
+        if cause is not None and cause.random:
             states = equation.start.unsqueeze(1).expand(-1, len(t), -1)
         else:
             # What has been said once is not said again.
-            common = (solver, linear_solver, "ignore" if cause and on_failure == "warn" else on_failure, report)
+            common = (solver, linear_solver, "ignore" if cause is not None and on_failure == "warn" else on_failure, report)
             states = (_adaptive if adapts else _fixed)(equation, method, gradient, chosen, tolerances, common)
-            holding = bool(cause) or holds(equation.func, equation.t, states, equation.layout)
+            holding = cause is not None or holds(equation.func, equation.t, states, equation.layout)
             if not holding:  # with f called point by point, which is right in any case
                 return _solve(func, y0, t, method, gradient, solver, linear_solver, batch_dims, rtol, atol, options, on_failure)
-        if cause:
-            states = unsolved(cause, states, on_failure, report)
+        if cause is not None:
+            states = unsolved(cause.text, states, on_failure, report)
     assert report.forward is not None
     stats, steps = report.forward.stats, chosen.steps(len(t) - 1, equation.ends[1] - equation.ends[0])
     if isinstance(stats, AdaptiveStats):
