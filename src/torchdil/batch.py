@@ -149,10 +149,6 @@ class Layout:
         leaves = [part.reshape(self.batch_shape + shape) for part, shape in zip(parts, self.shapes, strict=True)]
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def per_sample(self, a: Tensor) -> Tensor:
-        """A (B,) result in the user's batch shape: () for one problem."""
-        return a.reshape(self.batch_shape)
-
 
 def leaves(tree: Any) -> list[Any]:
     """What a nested structure holds."""

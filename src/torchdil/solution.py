@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from torchdil.status import Status as Status
 
 Y = TypeVar("Y")
 FailurePolicy = Literal["raise", "warn", "ignore", "zero", "nan"]
-POLICIES = ("raise", "warn", "ignore", "zero", "nan")
 # From where on the error of a gradient that holds adaptive steps fixed is told.
 GRID_ERROR = 0.2
 # How many samples a message names.
@@ -269,8 +268,8 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 def check_policy(on_failure: str) -> None:
     """Raise one sentence if the failure policy is not one of the five."""
-    if on_failure not in POLICIES:
-        raise ValueError(f"on_failure must be one of {', '.join(map(repr, POLICIES))}, got {on_failure!r}.")
+    if on_failure not in get_args(FailurePolicy):
+        raise ValueError(f"on_failure must be one of {', '.join(map(repr, get_args(FailurePolicy)))}, got {on_failure!r}.")
 
 
 def handle_failure(phase: str, outcome: Outcome, on_failure: str, report: Report) -> Tensor:

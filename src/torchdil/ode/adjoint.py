@@ -25,7 +25,7 @@ from torchdil.ode.bidiagonal import Bidiagonal
 from torchdil.ode.boundary import boundary, check_complete
 from torchdil.ode.called import called, changed
 from torchdil.ode.equation import Equation, Grid
-from torchdil.ode.field import Call, Field
+from torchdil.ode.field import Field
 from torchdil.ode.fixed import fixed_grid, structured_solver
 from torchdil.ode.march import Marching
 from torchdil.ode.methods import Method
@@ -34,6 +34,7 @@ from torchdil.ode.outcomes import first_failed, improved, together
 from torchdil.ode.sequential import Sequential
 from torchdil.ode.trajectory import Trajectory
 from torchdil.operator import Operator
+from torchdil.problem import Call
 from torchdil.solution import Outcome, Report, Status, handle_failure, mask_failed
 from torchdil.solve import Setting
 from torchdil.solvers import Newton

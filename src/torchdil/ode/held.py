@@ -24,9 +24,7 @@ from torch import Tensor
 from torchdil.linear import Auto
 from torchdil.modes import no_tangents, observed_by, plain_saving
 from torchdil.ode.interpolant import Interpolant
-from torchdil.ode.methods import Method
 from torchdil.ode.outputs import Estimated
-from torchdil.ode.walk import Tolerances
 from torchdil.operator import Operator
 from torchdil.problem import Call
 from torchdil.solution import GRID_ERROR, ConvergenceError, ConvergenceWarning, Report, user_frame, which
@@ -38,15 +36,7 @@ _STEPS = 10
 
 
 class Held(Estimated):
-    """A trajectory on the grid that adaptive steps have left.
-
-    Args:
-        tolerances: of the integration; the others: see `Trajectory`.
-    """
-
-    def __init__(self, method: Method, state: Any, field: Any, steps: int, tolerances: Tolerances):
-        super().__init__(method, state, field, steps)
-        self.tolerances = tolerances
+    """A trajectory on the grid that adaptive steps have left."""
 
     def look_back(self, operator: Operator, rhs: Tensor, g: Tensor, report: Report, on_failure: str) -> None:
         if bool(self.view(rhs)[:, :, :-1].any()):  # a derivative of higher order, which depends on stages, too
