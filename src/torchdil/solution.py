@@ -291,10 +291,10 @@ def tally(status: Tensor) -> str:
 
 
 def mask_failed(g: Tensor, failed: Tensor, on_failure: str) -> Tensor:
-    """The gradient of failed samples as the policy wants it."""
+    """The gradient g (B, ...) of failed samples (B,) as the policy wants it."""
     if on_failure not in ("zero", "nan"):
         return g
-    return torch.where(failed.unsqueeze(1), 0.0 if on_failure == "zero" else float("nan"), g)
+    return torch.where(failed.reshape(-1, *(1,) * (g.dim() - 1)), 0.0 if on_failure == "zero" else float("nan"), g)
 
 
 def _sentence(phase: str, outcome: Outcome, failed: Tensor) -> str:

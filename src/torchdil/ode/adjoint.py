@@ -170,13 +170,13 @@ class Backward:
         past, policy = self.past, self.on_failure
         past.revive()
         v = torch.where(past.lost[:, None, None], torch.nan, v)
-        v = mask_failed(v.flatten(1), past.failed, policy).view_as(v)
+        v = mask_failed(v, past.failed, policy)
         way = self.integrate(v)
         self.report.backward = self.report.outcome(*way.outcome)
         failed = handle_failure("backward", self.report.backward, policy, self.report).reshape(-1)
         lost = way.outcome.status == Status.non_finite
         a = torch.where(lost[:, None, None], torch.nan, torch.cat((way.stages, way.end.unsqueeze(1)), dim=1))
-        a = mask_failed(a.flatten(1), failed, policy).view_as(a)
+        a = mask_failed(a, failed, policy)
         stages, end = a[:, :-1], a[:, -1]
         weights = -way.lengths.unsqueeze(-1) * stages
         check_complete(way.slopes, way.leaf, tensors, 'gradient="adjoint"')

@@ -61,7 +61,7 @@ def unrolled_grid(
     ends = range(len(states) - 1) if grid.ends is None else grid.ends
     found = torch.stack([states[0], *(states[end + 1] for end in ends)], dim=1)
     if found.requires_grad and on_failure in ("zero", "nan"):
-        found.register_hook(lambda v: mask_failed(v.flatten(1), failed, on_failure).view_as(v))
+        found.register_hook(lambda v: mask_failed(v, failed, on_failure))
     return found
 
 

@@ -128,5 +128,5 @@ def unsolved(cause: str, states: Tensor, on_failure: str, report: Report) -> Ten
     report.forward = report.forward._replace(status=torch.full_like(status, int(Status.not_stationary)))
     if states.requires_grad and on_failure in ("zero", "nan"):
         states = states.clone()
-        states.register_hook(lambda v: mask_failed(v.flatten(1), failed, on_failure).view_as(v))
+        states.register_hook(lambda v: mask_failed(v, failed, on_failure))
     return states

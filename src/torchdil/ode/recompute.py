@@ -177,7 +177,7 @@ class _Recomputed(torch.autograd.Function):
         if not create_graph:
             y, times = y.detach().requires_grad_(), times.detach().requires_grad_(ctx.needs_input_grad[4])
         v = torch.where(trajectory.lost[:, None, None], torch.nan, v)
-        v = mask_failed(v.flatten(1), trajectory.failed, trajectory.on_failure).view_as(v)
+        v = mask_failed(v, trajectory.failed, trajectory.on_failure)
         inner = Report(trajectory.equation.layout.batch_shape)
         with torch.enable_grad(), plain_saving(), observed_by(None):
             with warnings.catch_warnings():
