@@ -99,8 +99,7 @@ class Held(Estimated):
         middle = (times[..., 1:] + times[..., :-1]) / 2
         grid = torch.cat((times[..., :1], torch.stack((middle, times[..., 1:]), dim=-1).flatten(-2)), dim=-1)
         with torch.no_grad():
-            c = self.method.tensors(y)[1]
-            c = c if len(c) == y.shape[2] else torch.nn.functional.pad(c, (0, 1), value=1.0)
+            c = torch.tensor(self.method.places, dtype=y.dtype, device=y.device)
             at = torch.cat((c / 2, (1 + c) / 2)).expand(*y.shape[:2], -1)
             start = Interpolant(self.method).at(at, self.previous(y, self.state.ravel(y0)), y)
         linear = statement.direct() or Auto()

@@ -31,7 +31,7 @@ class Interpolant:
     """
 
     def __init__(self, method: Method):
-        c = (*method.c, 1.0)[: len(method.rows)]
+        c = method.places
         self._which = [len(c) - 1]
         places = [1.0]
         for i, ci in enumerate(c[:-1]):

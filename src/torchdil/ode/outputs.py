@@ -77,8 +77,7 @@ def outputs(
     with torch.no_grad():
         taken = torch.gather(rows, 1, step[:, :, None, None].expand(-1, -1, m, d))
         part = batch.divide(end - begin, torch.gather(grid, 1, step + 1) - begin).to(rows.dtype)
-        c = statement.method.tensors(rows)[1]
-        c = c if len(c) == m else torch.nn.functional.pad(c, (0, 1), value=1.0)
+        c = torch.tensor(statement.method.places, dtype=rows.dtype, device=rows.device)
         start = Interpolant(statement.method).at(part.unsqueeze(2) * c, before, taken)
     apart = Apart(statement.method, statement.state, statement.field, len(columns))
     newton = Corrected(apart=apart, tolerances=tolerances, linear_solver=Folded(steps=len(columns)))
