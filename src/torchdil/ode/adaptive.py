@@ -60,7 +60,7 @@ def adaptive(
     structured = structured_solver(statement, equation.func, args, linear_solver)
     found = Found(answer=walk.result(rows), accept=accepted(tolerances, rows.dtype))
     setting = Setting(statement, equation.func, found, structured, on_failure, report, calls=walk.calls)
-    y = setting.attached(rows.reshape(*equation.layout.batch_shape, rows.shape[1:].numel()), args)
+    y = setting.attached(statement.layout.unravel(rows.flatten(1)), args)
     return outputs(equation, statement, statement.view(y), times, walk.reached, tolerances, linear_solver, on_failure, report)
 
 

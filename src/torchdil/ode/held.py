@@ -104,8 +104,7 @@ class Held(Estimated):
             start = Interpolant(self.method).at(at, self.previous(y, self.state.ravel(y0)), y)
         linear = statement.direct() or Auto()
         setting = Setting(statement, call, Newton(max_steps=_STEPS, linear_solver=linear), linear, "raise", Report())
-        unknown = start.reshape(*self.state.batch_shape, start.shape[1:].numel())
-        return statement.view(setting.attached(unknown, (y0, grid)))[:, 1::2, -1]
+        return statement.view(setting.attached(statement.layout.unravel(start.flatten(1)), (y0, grid)))[:, 1::2, -1]
 
 
 def _from_the_end(a: Tensor) -> Tensor:

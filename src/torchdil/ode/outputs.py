@@ -85,7 +85,7 @@ def outputs(
     backward = Folded(steps=len(columns), inner=linear_solver or Auto())
     setting = Setting(apart, equation.func, newton, backward, on_failure, inner)
     args = (before, begin[0], end[0]) if times.dim() == 1 else (before, begin, end)
-    found = apart.view(setting.attached(start.reshape(*equation.layout.batch_shape, start.shape[1:].numel()), args))[:, :, -1]
+    found = apart.view(setting.attached(apart.layout.unravel(start.flatten(1)), args))[:, :, -1]
     if times.dim() == 1:  # one grid for all: a sample that has failed takes the steps of the others
         found = torch.where(beyond.unsqueeze(2), before, found)
     assert inner.forward is not None and report.forward is not None
