@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.control.shapes import broadcast, check_like, check_size, states_and_controls, symmetric
+from torchdil.control.shapes import apply, broadcast, check_like, check_size, states_and_controls, symmetric
 from torchdil.modes import eager, full_precision, transforms_active
 from torchdil.settings import check_count
 from torchdil.solution import FailurePolicy, Outcome, Report, Stats, Status, check_policy, handle_failure
@@ -64,8 +64,8 @@ class Policy:
         with full_precision(x0):
             xs, us = [x0.expand(*batch_shape, n)], []
             for t in range(self.K.shape[-3]):
-                us.append(-_apply(self.K[..., t, :, :], xs[-1]) - self.k[..., t, :])
-                moved = _apply(self.A[..., t, :, :], xs[-1]) + _apply(self.B[..., t, :, :], us[-1])
+                us.append(-apply(self.K[..., t, :, :], xs[-1]) - self.k[..., t, :])
+                moved = apply(self.A[..., t, :, :], xs[-1]) + apply(self.B[..., t, :, :], us[-1])
                 xs.append(moved + self.c[..., t, :])
             return torch.stack(xs, dim=-2), torch.stack(us, dim=-2)
 
@@ -176,14 +176,14 @@ def _recursion(
     indefinite = []
     for t in reversed(range(len(A))):
         Bt = B[t].mT
-        p = _apply(S, c[t]) + s
+        p = apply(S, c[t]) + s
         L, info = torch.linalg.cholesky_ex(R[t] + Bt @ S @ B[t])
-        state, drift = Bt @ S @ A[t] + N[t].mT, _apply(Bt, p) + r[t]
+        state, drift = Bt @ S @ A[t] + N[t].mT, apply(Bt, p) + r[t]
         gain = batch.cholesky_solve(torch.cat((state, drift.unsqueeze(-1)), dim=-1), L)
         gain = torch.where((info == 0)[..., None, None], gain, torch.nan)
         K, k = gain[..., :n], gain[..., n]
         S = symmetric(Q[t] + A[t].mT @ S @ A[t] - state.mT @ K)
-        s = q[t] + _apply(A[t].mT, p) - _apply(state.mT, k)
+        s = q[t] + apply(A[t].mT, p) - apply(state.mT, k)
         for part, each in zip(found, (K, k, S, s), strict=True):
             part.append(each)
         indefinite.append(info != 0)
@@ -240,7 +240,3 @@ def _leading(tensors: dict[str, Tensor], horizon: int | None) -> tuple[torch.Siz
     if not shape or not shape[-1]:
         raise ValueError("horizon must be given where no matrix has an axis of time.")
     return shape[:-1], shape[-1]
-
-
-def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
-    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
