@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
+from torchdil.control.plan import Rollout
 from torchdil.control.shapes import apply, broadcast, check_like, check_size, states_and_controls, symmetric
 from torchdil.modes import eager, full_precision, transforms_active
 from torchdil.settings import check_count
@@ -47,14 +48,14 @@ class Policy:
     B: Tensor
     c: Tensor
 
-    def rollout(self, x0: Tensor) -> tuple[Tensor, Tensor]:
+    def rollout(self, x0: Tensor) -> Rollout:
         """Follow the policy.
 
         Args:
             x0: where to begin, (*batch, n); leading axes broadcast.
 
         Returns:
-            The states, (*batch, H + 1, n), and the controls, (*batch, H, m).
+            A `Rollout`: the states, (*batch, H + 1, n), and the controls, (*batch, H, m).
         """
         n, batch_shape = self.K.shape[-1], self.K.shape[:-3]
         check_like("x0", x0, self.A, 1)
@@ -67,7 +68,7 @@ class Policy:
                 us.append(-apply(self.K[..., t, :, :], xs[-1]) - self.k[..., t, :])
                 moved = apply(self.A[..., t, :, :], xs[-1]) + apply(self.B[..., t, :, :], us[-1])
                 xs.append(moved + self.c[..., t, :])
-            return torch.stack(xs, dim=-2), torch.stack(us, dim=-2)
+            return Rollout(torch.stack(xs, dim=-2), torch.stack(us, dim=-2))
 
 
 @eager

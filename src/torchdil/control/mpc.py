@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchdil.arguments import check_callable, check_signature, check_unknown
 from torchdil.batch import Layout
 from torchdil.control.ddp import DDP
-from torchdil.control.plan import Cost, Dynamics, Plan, Planning, Terminal
+from torchdil.control.plan import Cost, Dynamics, Plan, Planning, Rollout, Terminal
 from torchdil.control.riccati import Riccati
 from torchdil.layers import Reporting
 from torchdil.linear.base import LinearSolver
@@ -25,18 +25,6 @@ from torchdil.solvers.bounds import check_bounds, rows_of
 # What the functions of users call the two, where they could be swapped.
 _STATES = {"x", "xs", "x_t", "state", "states"}
 _CONTROLS = {"u", "us", "u_t", "control", "controls", "action", "actions"}
-
-
-class Rollout(NamedTuple):
-    """A closed loop.
-
-    Attributes:
-        states: x_0 .. x_T, (B, T+1, n).
-        controls: u_0 .. u_{T-1}, (B, T, m).
-    """
-
-    states: Tensor
-    controls: Tensor
 
 
 class MPC(Reporting):
