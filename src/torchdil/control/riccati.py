@@ -9,7 +9,7 @@ a block factorisation of H: it is positive definite exactly where every U_t is. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -101,7 +101,7 @@ class Riccati(LinearSolver):
     only = "plan"
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
-        otherwise = Auto(self.rtol, self.atol, self.max_steps, self.damping)
+        otherwise = Auto(**{f.name: getattr(self, f.name) for f in fields(LinearSolver)})
         if operator.bound is None:
             return otherwise.solve(operator, rhs, start, transpose=transpose)
         factors, system = self._factors(operator), self.system(operator, True)
