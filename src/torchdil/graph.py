@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -111,35 +111,27 @@ def is_leaf(node: Any) -> bool:
     return isinstance(node, _Accumulate)
 
 
-def parameters(values: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves that the graphs of `values` lead back to."""
-    found = []
+def _nodes(values: Iterable[Tensor], first: int = 0) -> Iterator[Any]:
+    """The nodes of the graphs of `values`, back to those that are older than `first`."""
     stack = [t.grad_fn for t in values if t.grad_fn is not None]
     seen = set(stack)
     while stack:
         node = stack.pop()
-        if is_leaf(node):
-            found.append(node.variable)  # type: ignore[attr-defined]
+        yield node
         for child, _ in node.next_functions:
-            if child is not None and child not in seen:
+            if child is not None and child not in seen and child._sequence_nr() >= first:
                 seen.add(child)
                 stack.append(child)
-    return found
+
+
+def leaves_of(values: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves that the graphs of `values` lead back to."""
+    return [node.variable for node in _nodes(values) if is_leaf(node)]
 
 
 def has_custom_function(value: Tensor, first: int) -> bool:
     """Whether the graph of `value` younger than `first` holds an `autograd.Function` written in Python."""
-    seen = {value.grad_fn}
-    stack = [value.grad_fn]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, BackwardCFunction):
-            return True
-        for child, _ in node.next_functions:  # type: ignore[union-attr]
-            if child is not None and child not in seen and child._sequence_nr() >= first:
-                seen.add(child)
-                stack.append(child)
-    return False
+    return any(isinstance(node, BackwardCFunction) for node in _nodes([value], first))
 
 
 def _edge(t: Tensor) -> tuple[Any, int]:
