@@ -349,15 +349,11 @@ def _describe(outcome: Outcome | None) -> dict[str, str]:
     status, stats = outcome
     if status.numel() == 0:
         return {"method": stats.method, "status": "no samples"}
-    codes, counts = torch.unique(status.reshape(-1).cpu(), return_counts=True)
-    names = [Status(code).name for code in codes.tolist()]
-    if status.numel() > 1:
-        names = [f"{name} {count}" for name, count in zip(names, counts.tolist(), strict=True)]
     worst = worst_sample(stats)
     low, high = int(stats.steps.min()), int(stats.steps.max())
     return {
         "method": stats.method + ("" if stats.exact else " (approximate)"),
-        "status": ", ".join(names),
+        "status": tally(status) if status.numel() > 1 else Status(int(status)).name,
         "steps": str(low) if low == high else f"{low} to {high}",
         "evaluations": str(stats.products),
         "residual, worst sample": f"{float(stats.residual.reshape(-1)[worst]):.2e}",
@@ -370,8 +366,13 @@ def _numbers(a: Tensor) -> Tensor:
     return a[~a.isnan()]
 
 
+def excess(stats: Stats) -> Tensor:
+    """The residuals in units of their tolerances; infinite where a residual is no number."""
+    found = stats.residual / stats.tolerance.clamp_min(torch.finfo(stats.tolerance.dtype).tiny)
+    return found.nan_to_num(nan=float("inf"))
+
+
 def worst_sample(stats: Stats, among: Tensor | None = None) -> int:
     """The sample whose residual is largest against its tolerance."""
-    excess = stats.residual / stats.tolerance.clamp_min(torch.finfo(stats.tolerance.dtype).tiny)
-    excess = excess.nan_to_num(nan=float("inf"))
-    return int((excess if among is None else torch.where(among, excess, -1.0)).argmax())
+    found = excess(stats)
+    return int((found if among is None else torch.where(among, found, -1.0)).argmax())
