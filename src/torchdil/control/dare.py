@@ -20,6 +20,7 @@ from scipy.linalg import LinAlgError, solve_discrete_are
 from torch import Tensor
 
 from torchdil import batch
+from torchdil.arguments import check_linear_solver
 from torchdil.batch import Layout
 from torchdil.compiled import Compiled
 from torchdil.control.diagnosis import causes, is_positive
@@ -293,8 +294,7 @@ def dare(
     """
     A, B, Q, R = _checked(A, B, Q, R)
     check_policy(on_failure)
-    if linear_solver is not None and not isinstance(linear_solver, LinearSolver):
-        raise TypeError(f"linear_solver must be a torchdil linear solver such as Stein(), got {linear_solver!r}.")
+    check_linear_solver(linear_solver)
     shape, n = A.shape[:-2], A.shape[-1]
     statement = RiccatiEquation(shape, n, on_failure == "zero")
     Q, R = symmetric(Q), symmetric(R)

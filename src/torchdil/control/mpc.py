@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchdil.arguments import check_callable, check_signature, check_unknown
+from torchdil.arguments import check_callable, check_linear_solver, check_signature, check_unknown
 from torchdil.batch import Layout
 from torchdil.control.ddp import DDP
 from torchdil.control.plan import Cost, Dynamics, Plan, Planning, Rollout, Terminal
@@ -19,7 +19,7 @@ from torchdil.modes import eager, observed_by, transforms_active, uncompiled
 from torchdil.settings import check_count
 from torchdil.solution import FailurePolicy, Report, check_policy
 from torchdil.solve import Setting
-from torchdil.solvers.base import Solver
+from torchdil.solvers.base import Solver, check_solver
 from torchdil.solvers.bounds import check_bounds, rows_of
 
 # What the functions of users call the two, where they could be swapped.
@@ -74,10 +74,8 @@ class MPC(Reporting):
             if not (name == "terminal" and function is None):
                 check_callable(function, name, f"{name}(x)" if name == "terminal" else f"{name}(x, u)")
         check_count("control_dim", control_dim)
-        if isinstance(solver, type) or not (solver is None or isinstance(solver, Solver) or callable(solver)):
-            raise TypeError(f"solver must be a torchdil solver such as DDP() or a callable (fn, u0) -> u, got {solver!r}.")
-        if linear_solver is not None and not isinstance(linear_solver, LinearSolver):
-            raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {linear_solver!r}.")
+        check_solver(solver)
+        check_linear_solver(linear_solver)
         if bounds is not None:
             check_bounds(bounds, finite=False)
         check_policy(on_failure)

@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchdil.arguments import check_callable
+from torchdil.arguments import check_callable, check_linear_solver
 from torchdil.batch import map_tensors
 from torchdil.layers import Reporting
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import eager
 from torchdil.ode.equation import Options
 from torchdil.ode.methods import Method, method_of
-from torchdil.ode.newton import OdeSolver
+from torchdil.ode.newton import OdeSolver, SimplifiedNewton
 from torchdil.ode.odeint import Gradient, check_kind, solve
 from torchdil.solution import FailurePolicy, check_policy
+from torchdil.solvers.base import check_solver
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -74,6 +75,8 @@ class NeuralODE(Reporting):
         check_callable(field, "field", "field(t, y)")
         check_policy(on_failure)
         check_kind(gradient)
+        check_solver(solver, SimplifiedNewton)
+        check_linear_solver(linear_solver)
         Options.of(options)
         self.field = field
         self.method = method_of(method)

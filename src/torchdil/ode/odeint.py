@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from torchdil.arguments import check_linear_solver
 from torchdil.batch import map_tensors
 from torchdil.compiled import memory
 from torchdil.linear.base import LinearSolver
@@ -23,10 +24,11 @@ from torchdil.ode.field import holds
 from torchdil.ode.fixed import fixed_grid
 from torchdil.ode.flaws import flaw, look_at_slope, tell, unsolved, warn_of_rounded_times
 from torchdil.ode.methods import Method, method_of
-from torchdil.ode.newton import OdeSolver
+from torchdil.ode.newton import OdeSolver, SimplifiedNewton
 from torchdil.ode.recompute import recomputed
 from torchdil.ode.walk import AdaptiveStats, Tolerances
 from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, Y, check_policy, user_frame
+from torchdil.solvers.base import check_solver
 
 Gradient = Literal["ift", "adjoint", "backprop"]
 
@@ -175,6 +177,8 @@ def _solve(
     method = method_of(method)
     check_policy(on_failure)
     check_kind(gradient)
+    check_solver(solver, SimplifiedNewton)
+    check_linear_solver(linear_solver)
     chosen = Options.of(options)
     equation = Equation.of(func, y0, t, batch_dims)
     report = Report(equation.layout.batch_shape)

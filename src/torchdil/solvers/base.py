@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -96,3 +96,10 @@ class Solver(ABC):
             history=progress.history,
         )
         return Result(y, status, stats)
+
+
+def check_solver(given: Any, *others: type) -> None:
+    """Raise one sentence unless it is a solver, one of the `others`, a callable that takes the place of one, or None."""
+    usable = given is None or isinstance(given, (Solver, *others)) or callable(given)
+    if isinstance(given, type) or not usable:
+        raise TypeError(f"solver must be a torchdil solver such as Newton() or a callable (fn, y0) -> y, got {given!r}.")
