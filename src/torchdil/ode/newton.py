@@ -21,14 +21,14 @@ _NUMBERS, _SIZE = 2**24, 600
 _DEAR, _UNKNOWNS = 2.5e8, 30
 
 
-def apart(method: Method) -> bool:
-    """Whether the stages follow one another with one diagonal element: one matrix of the size of y serves them all."""
+def stages_in_turn(method: Method) -> bool:
+    """Whether the stages are solved one after another with the same diagonal element: one matrix, of the size of y, does."""
     return method.diagonal and len({method.A[i][i] for i in range(method.stages)} - {0.0}) <= 1
 
 
 def unknowns(method: Method, size: int) -> int:
     """The size of the matrix for a state of this size."""
-    return size if apart(method) else method.stages * size
+    return size if stages_in_turn(method) else method.stages * size
 
 
 def fits(samples: int, q: int) -> bool:

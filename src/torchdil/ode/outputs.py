@@ -79,13 +79,13 @@ def outputs(
         part = batch.divide(end - begin, torch.gather(grid, 1, step + 1) - begin).to(rows.dtype)
         c = torch.tensor(statement.method.places, dtype=rows.dtype, device=rows.device)
         start = Interpolant(statement.method).at(part.unsqueeze(2) * c, before, taken)
-    apart = Apart(statement.method, statement.state, statement.field, len(columns))
-    newton = Corrected(apart=apart, tolerances=tolerances, linear_solver=Folded(steps=len(columns)))
+    independent = IndependentSteps(statement.method, statement.state, statement.field, len(columns))
+    newton = Corrected(statement=independent, tolerances=tolerances, linear_solver=Folded(steps=len(columns)))
     inner = Report(equation.layout.batch_shape)
     backward = Folded(steps=len(columns), inner=linear_solver or Auto())
-    setting = Setting(apart, equation.func, newton, backward, on_failure, inner)
+    setting = Setting(independent, equation.func, newton, backward, on_failure, inner)
     args = (before, begin[0], end[0]) if times.dim() == 1 else (before, begin, end)
-    found = apart.view(setting.attached(apart.layout.unravel(start.flatten(1)), args))[:, :, -1]
+    found = independent.view(setting.attached(independent.layout.unravel(start.flatten(1)), args))[:, :, -1]
     if times.dim() == 1:  # one grid for all: a sample that has failed takes the steps of the others
         found = torch.where(beyond.unsqueeze(2), before, found)
     assert inner.forward is not None and report.forward is not None
@@ -116,7 +116,7 @@ class Estimated(Trajectory):
         return torch.maximum(self.quick_size(y, start), stiff)
 
 
-class Apart(Estimated):
+class IndependentSteps(Estimated):
     """Steps that do not follow one another; `args` are the states before them, (B, T, D), and where they begin and end."""
 
     def direct(self) -> LinearSolver | None:
@@ -135,13 +135,13 @@ class Corrected(Solver):
     Where it does not get there, damped Newton takes over.
 
     Attributes:
-        apart: the steps.
+        statement: the steps.
         tolerances: of the integration.
         linear_solver: for J δ = F.
     """
 
     max_steps: int = 6
-    apart: Apart = field(kw_only=True)
+    statement: IndependentSteps = field(kw_only=True)
     tolerances: Tolerances = field(kw_only=True)
     linear_solver: LinearSolver = field(kw_only=True)
 
@@ -153,7 +153,7 @@ class Corrected(Solver):
                 correction = self.linear_solver.solve(problem.operator(y), problem.evaluate(y)).value
                 y = batch.select(running, y - correction, y)
                 steps += running
-                relative = self.apart.view(correction) / self.tolerances.scale(self.apart.view(y).abs())
+                relative = self.statement.view(correction) / self.tolerances.scale(self.statement.view(y).abs())
                 running = running & ~(relative.square().mean(dim=(2, 3)).sqrt().amax(dim=1) <= _SMALL)
                 if not bool(running.any()):
                     break
