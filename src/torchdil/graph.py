@@ -31,11 +31,15 @@ class Dependence(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """What is there before an evaluation, so that its graph can be told from that.
+    """Where the graph of an evaluation ends, noted before it is made: what was there then is outside of it.
+
+    torch numbers the nodes of a graph in the order in which they are made. So the number of a node tells whether the evaluation
+    made it, as long as one thread makes all of them. Where several do, the walk back stops at the tensors that are known.
 
     Attributes:
-        first: nodes that are made from now on are not older; 0: their ages do not tell.
-        tensors: then the tensors that the function closes over, which may soon be others.
+        first: the evaluation's own nodes have this number or a larger one; 0: the numbers do not tell.
+        tensors: where they do not, the tensors that the function closes over. They are noted before it is called, since it may
+            replace them by others.
     """
 
     first: int
@@ -43,10 +47,10 @@ class Outside(NamedTuple):
 
 
 def outside(leaf: Tensor, function: Any) -> Outside:
-    """What is there before `function` is evaluated at `leaf`."""
+    """What is outside of an evaluation of `function` at `leaf` that is about to be made."""
     if threading.current_thread() is threading.main_thread() and not leaf.is_cuda:
         return Outside(age(leaf), [])
-    # Ages are counted per thread, and derivatives on a GPU are made in a thread of its own.
+    # Each thread counts for itself, and derivatives on a GPU are made in a thread of its own.
     return Outside(0, captured_tensors(function))
 
 

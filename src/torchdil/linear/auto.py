@@ -39,10 +39,11 @@ def direct_pays(samples: int, n: int, beside_cg: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class Auto(LinearSolver):
-    """Chooses by the size and the symmetry of J, and goes on where a method cannot.
+    """Chooses a method by the size and the symmetry of J, and has another go on where that one fails.
 
-    Small n: `Dense`. Else, J symmetric: `CG`, then `MINRES` for samples with negative curvature or a singular J, or that are
-    stuck; J not symmetric: `GMRES`, then `BiCGStab` for samples that are left. The report names what was used.
+    Where n is small it is `Dense`. Where it is not: for a symmetric J `CG`, then `MINRES` for the samples that have negative
+    curvature or a singular J, or that are stuck; for any other J `GMRES`, then `BiCGStab` for the samples that are not solved
+    yet. The report names what was used.
 
     Attributes:
         dense_below: solve directly up to this n, whatever the batch; None: up to 128 where B n² <= 2¹⁸,

@@ -54,7 +54,8 @@ class LinearSolver(ABC):
     """Base of the linear solvers.
 
     Attributes:
-        rtol: stop a sample when ‖rhs - A x‖ <= rtol ‖rhs‖; None: 1e-10 in float64, 1e-5 in float32.
+        rtol: stop a sample when ‖rhs - A x‖ <= rtol ‖rhs‖; None: 1e-10 in float64, 1e-5 in float32, 1e-2 in half
+            precision.
         atol: or when ‖rhs - A x‖ <= atol.
         max_steps: the most iterations; None: 10 n + 50, but not over 1000.
         damping: ε; A = J + εI (Jᵀ + εI when transposed), the same in every solver.

@@ -27,7 +27,7 @@ class Solver(ABC):
 
     Attributes:
         rtol: solved when ‖F(y)‖ <= rtol times the natural size of F, which is how much F changes when y does by its own size;
-            None: 1e-10 in float64, 1e-5 in float32.
+            None: 1e-10 in float64, 1e-5 in float32, 1e-2 in half precision.
         atol: or when ‖F(y)‖ <= atol.
         max_steps: the most iterations.
         verbose: show a table that grows by one line a step, redrawn in place in a terminal if `rich` is installed.
