@@ -140,25 +140,30 @@ def lqr(
         failed = _failed(parts, indefinite, on_failure)
         if not bool(failed.any()):
             return _policy(parts, As, Bs, cs)
-
-        def without(t: Tensor, axes: int, value: Tensor | float = 0.0) -> Tensor:
-            """t, the last `axes` of which belong to a sample, with another value for the samples that failed."""
-            return torch.where(failed.reshape(*shape, *(1,) * axes), value, t)
-
+        failed = failed.reshape(shape)
         if on_failure == "zero":  # zero times what is not finite would be NaN: they are worked out without their numbers
             eye = torch.eye(m, dtype=A.dtype, device=A.device)
-            dynamics, cost = [without(t, 2) for t in (As, Bs)], [without(Qs, 2), without(Rs, 2, eye), without(Ns, 2)]
-            linear, ends = [without(t, 1) for t in (qs, rs, cs)], [without(last[0], 2), without(last[1], 1)]
-            parts, _ = _recursion(*dynamics, *cost, *linear, *ends)
+            matrices = [_replaced(t, 2, failed, value) for t, value in ((As, 0), (Bs, 0), (Qs, 0), (Rs, eye), (Ns, 0))]
+            vectors = [_replaced(t, 1, failed, 0) for t in (qs, rs, cs)]
+            ends = [_replaced(t, axes, failed, 0) for t, axes in zip(last, (2, 1), strict=True)]
+            parts, _ = _recursion(*matrices, *vectors, *ends)
+        return _policy(_spoilt(parts, failed, on_failure), As, Bs, cs)
 
-        def spoil(t: Tensor, axes: int) -> Tensor:
-            """NaN for the samples that failed, with derivatives that are NaN or zero; the others keep theirs."""
-            if on_failure == "zero":
-                return without(t, axes, torch.nan)
-            return t * without(torch.ones((), dtype=t.dtype, device=t.device), axes, torch.nan)
 
-        spoilt = [[spoil(t, axes) for t in part] for part, axes in zip(parts, (2, 1, 2, 1), strict=True)]
-        return _policy(spoilt, As, Bs, cs)
+def _replaced(t: Tensor, axes: int, failed: Tensor, value: Tensor | float) -> Tensor:
+    """t, the last `axes` of which belong to a sample, with another value for the samples that failed, (*batch,)."""
+    return torch.where(failed.reshape(*failed.shape, *(1,) * axes), value, t)
+
+
+def _spoilt(parts: list[list[Tensor]], failed: Tensor, on_failure: str) -> list[list[Tensor]]:
+    """K, k, S and s, NaN for the samples that failed, with derivatives that are NaN or zero; the others keep theirs."""
+
+    def spoil(t: Tensor, axes: int) -> Tensor:
+        if on_failure == "zero":
+            return _replaced(t, axes, failed, torch.nan)
+        return t * _replaced(torch.ones((), dtype=t.dtype, device=t.device), axes, failed, torch.nan)
+
+    return [[spoil(t, axes) for t in part] for part, axes in zip(parts, (2, 1, 2, 1), strict=True)]
 
 
 def _policy(parts: list[list[Tensor]], A: Tensor, B: Tensor, c: Tensor) -> Policy:

@@ -50,17 +50,12 @@ def outputs(
         times: their grid, (N + 1,) or (B, N + 1).
         reached: how far each sample came, (B,).
     """
-    samples, count, m, d = rows.shape
+    samples, _, m, d = rows.shape
     first = equation.start.unsqueeze(1)
     grid, wanted = times.expand(samples, -1), equation.t[1:].double()
-    with torch.no_grad():
-        sign = torch.sign(wanted[-1] - equation.t[0])
-        ends, points = (sign * wanted).expand(samples, -1).contiguous(), (sign * grid).contiguous()
-        step = (torch.searchsorted(points, ends) - 1).clamp(0, count - 1)
-        beyond = ends > sign * reached[:, None]  # a sample that failed on the way stays where it is
-        exact = (torch.gather(grid, 1, step + 1) == wanted) | beyond
+    step, beyond = _located(grid, equation.t.double(), reached)
     states = torch.gather(rows[:, :, -1], 1, step.unsqueeze(2).expand(-1, -1, d))
-    inside = ~exact.all(dim=0)
+    inside = ~((torch.gather(grid, 1, step + 1) == wanted) | beyond).all(dim=0)
     if equation.t.requires_grad or tangents_active():  # the grid does not move with the outputs
         inside = torch.ones_like(inside)
     columns = inside.nonzero().squeeze(1)
@@ -97,6 +92,15 @@ def outputs(
     report.forward = report.forward._replace(status=status)
     states = found if len(columns) == states.shape[1] else states.index_copy(1, columns, found)
     return torch.cat((first, states), dim=1)
+
+
+@torch.no_grad()
+def _located(grid: Tensor, t: Tensor, reached: Tensor) -> tuple[Tensor, Tensor]:
+    """The step of the grid (B, N + 1) that each time of t[1:] lies in, and where a sample did not come so far, (B, T - 1)."""
+    sign = torch.sign(t[-1] - t[0])
+    ends, points = (sign * t[1:]).expand(len(grid), -1).contiguous(), (sign * grid).contiguous()
+    step = (torch.searchsorted(points, ends) - 1).clamp(0, grid.shape[1] - 2)
+    return step, ends > sign * reached[:, None]  # a sample that failed on the way stays where it is
 
 
 def accepted(tolerances: Tolerances, dtype: torch.dtype) -> float:
