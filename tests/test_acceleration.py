@@ -488,11 +488,11 @@ def test_statuses(n, solver):
 
 
 BAD = {
-    "history": (lambda: dil.Anderson(history=0), "history must be at least 1, got 0."),
+    "history": (lambda: dil.Anderson(history=0), "history must be an integer >= 1, got 0."),
     "relaxation": (lambda: dil.Anderson(relaxation=0.0), "relaxation must be a number > 0, got 0.0."),
     "NaN": (lambda: dil.Anderson(relaxation=float("nan")), "relaxation must be a number > 0, got nan."),
-    "Broyden's history": (lambda: dil.Broyden(history=0), "history must be at least 1, got 0."),
-    "the base's fields": (lambda: dil.Broyden(max_steps=0), "max_steps must be at least 1, got 0."),
+    "Broyden's history": (lambda: dil.Broyden(history=0), "history must be an integer >= 1, got 0."),
+    "the base's fields": (lambda: dil.Broyden(max_steps=0), "max_steps must be an integer >= 1, got 0."),
 }
 
 

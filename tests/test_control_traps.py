@@ -197,7 +197,7 @@ def test_vmap_with_one_copy():
 @pytest.mark.parametrize("horizon", [0, 2.5, True, "4"])
 def test_a_horizon_is_checked_whenever_it_is_set(horizon):
     mpc = MPC(pendulum, Follow(), 4, 1)
-    with pytest.raises(ValueError, match="horizon must be an integer of at least 1"):
+    with pytest.raises(ValueError, match="horizon must be an integer >= 1"):
         mpc.horizon = horizon
     assert mpc.horizon == 4
 

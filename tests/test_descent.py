@@ -393,8 +393,8 @@ def test_a_root_is_refused(solver):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: dil.LBFGS(history=0), "history must be at least 1, got 0"),
-        (lambda: dil.GradientDescent(momentum=1.0), "momentum must be at least 0 and less than 1, got 1.0"),
+        (lambda: dil.LBFGS(history=0), "history must be an integer >= 1, got 0"),
+        (lambda: dil.GradientDescent(momentum=1.0), "momentum must be a number >= 0 and < 1, got 1.0"),
         (lambda: dil.GradientDescent(step_size=0.0), "step_size must be a number > 0 or None, got 0.0"),
     ],
 )

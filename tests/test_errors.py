@@ -1,5 +1,6 @@
 """Bad input: one sentence that names the argument and says what was expected."""
 
+import functools
 import re
 
 import pytest
@@ -174,8 +175,31 @@ def test_bad_input(name):
     assert "\n" not in text and text.endswith(".") and ". " not in text, "one sentence"
 
 
+LAYERS = {
+    "ArgminLayer": functools.partial(dil.ArgminLayer, score),
+    "RootLayer": functools.partial(dil.RootLayer, residual),
+    "FixedPointLayer": functools.partial(dil.FixedPointLayer, residual),
+    "NeuralODE": functools.partial(dil.NeuralODE, residual),
+    "MPC": functools.partial(dil.control.MPC, residual, score, 3, 2),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_solvers_of_a_layer_are_checked_when_it_is_made(name):
+    """With the words of the functions."""
+    for solver in (dil.Newton, "newton", dil.CG(), 3):
+        with pytest.raises(TypeError, match=r"^solver must be a torchdil solver such as Newton\(\) or a callable") as caught:
+            LAYERS[name](solver=solver)
+        assert str(caught.value).endswith(f"got {solver!r}.")
+    for solver in (dil.CG, "cg", dil.Newton()):
+        with pytest.raises(TypeError, match=r"^linear_solver must be a torchdil linear solver such as CG\(\), got ") as caught:
+            LAYERS[name](linear_solver=solver)
+        assert str(caught.value).endswith(f"got {solver!r}.")
+    LAYERS[name](solver=lambda fn, y0: y0, linear_solver=dil.CG())
+
+
 def test_the_same_in_a_layer():
-    """Layers check where the functions do: at the call, with the same words."""
+    """Functions and starts are checked where the functions do: at the call, with the same words."""
     layer = dil.ArgminLayer(lambda y, x: (y - x) ** 2, init=(2,))
     with pytest.raises(ValueError, match=r"^score must return shape \(\) for one problem or \(B,\)"):
         layer(torch.ones(3, 2))

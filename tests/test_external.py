@@ -832,7 +832,7 @@ def solve(kind, solver):
         (lambda: dil.SciPy("newton"), r"method must be one of 'L-BFGS-B', .*'df-sane', got 'newton'\."),
         (lambda: dil.SciPy(3), r"method must be one of .*, got 3\."),
         (lambda: dil.SciPy(options=[1]), r"options must be a dict of options of the method or None, got \[1\]\."),
-        (lambda: dil.SciPy(rtol=-1), r"rtol must be a number >= 0, got -1\."),
+        (lambda: dil.SciPy(rtol=-1), r"rtol must be a number >= 0 or None, got -1\."),
         (
             lambda: solve("argmin", dil.SciPy("hybr")),
             r"method='hybr' does not solve an argmin: use one of 'L-BFGS-B', .*'COBYQA'\.",
@@ -855,7 +855,7 @@ def solve(kind, solver):
             lambda: dil.TorchOptim(torch.optim.SGD, lr=-1.0),
             r"SGD does not take the arguments {'lr': -1.0}: Invalid learning rate",
         ),
-        (lambda: dil.TorchOptim(torch.optim.SGD, max_steps=0), r"max_steps must be at least 1, got 0\."),
+        (lambda: dil.TorchOptim(torch.optim.SGD, max_steps=0), r"max_steps must be an integer >= 1, got 0\."),
         (lambda: solve("root", dil.TorchOptim(torch.optim.SGD)), r"solver=TorchOptim\(\) needs an argmin, got a root"),
     ],
 )

@@ -665,14 +665,14 @@ def test_any_shape(samples, n, seed, transpose):
 @pytest.mark.parametrize(
     ("make", "error", "sentence"),
     [
-        (lambda: CG(rtol=-1.0), ValueError, "rtol must be a number >= 0, got -1.0."),
+        (lambda: CG(rtol=-1.0), ValueError, "rtol must be a number >= 0 or None, got -1.0."),
         (lambda: GMRES(atol=float("nan")), ValueError, "atol must be a number >= 0, got nan."),
         (lambda: MINRES(damping=-0.1), ValueError, "damping must be a number >= 0"),
-        (lambda: BiCGStab(max_steps=0), ValueError, "max_steps must be at least 1, got 0."),
+        (lambda: BiCGStab(max_steps=0), ValueError, "max_steps must be an integer >= 1 or None, got 0."),
         (lambda: Dense(product="magic"), ValueError, "product must be one of"),
         (lambda: CG(preconditioner=3), TypeError, "preconditioner must be a callable"),
         (lambda: GMRES(restart=0), ValueError, "restart must be at least 1, got 0."),
-        (lambda: Auto(dense_below=-1), ValueError, "dense_below must be at least 0, got -1."),
+        (lambda: Auto(dense_below=-1), ValueError, "dense_below must be an integer >= 0 or None, got -1."),
         (lambda: WarmStart("CG"), TypeError, "solver must be a linear solver"),
     ],
 )

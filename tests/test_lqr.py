@@ -131,7 +131,10 @@ def test_leading_axes_broadcast():
     torch.testing.assert_close(policy.K[1, 2], lqr(A, B, Q, 3 * R, horizon=4, Qf=Q).K, rtol=1e-12, atol=1e-14)
     timed = lqr(A.expand(4, 2, 2), B, Q, R)  # one matrix with time is enough
     torch.testing.assert_close(timed.K, lqr(A, B, Q, R, horizon=4).K, rtol=1e-12, atol=1e-14)
-    states, controls = policy.rollout(torch.ones(2, dtype=A.dtype))
+    rollout = policy.rollout(torch.ones(2, dtype=A.dtype))
+    assert isinstance(rollout, dil.control.Rollout)
+    states, controls = rollout
+    assert states is rollout.states and controls is rollout.controls
     assert states.shape == (2, 3, 5, 2)
     assert controls.shape == (2, 3, 4, 1)
 

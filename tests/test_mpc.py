@@ -472,7 +472,7 @@ BAD = {
     "dynamics": (lambda: MPC(None, Target(), 3, 1), "dynamics must be callable"),
     "cost": (lambda: MPC(Pendulum(), 1.0, 3, 1), "cost must be callable"),
     "terminal": (lambda: MPC(Pendulum(), Target(), 3, 1, terminal=3), "terminal must be callable"),
-    "horizon": (lambda: MPC(Pendulum(), Target(), 0, 1), "horizon must be an integer of at least 1, got 0"),
+    "horizon": (lambda: MPC(Pendulum(), Target(), 0, 1), "horizon must be an integer >= 1, got 0"),
     "horizon, bool": (lambda: MPC(Pendulum(), Target(), True, 1), "horizon must be an integer"),
     "control_dim": (lambda: MPC(Pendulum(), Target(), 3, 1.5), "control_dim must be an integer"),
     "bounds": (lambda: make("pendulum", (1.0, -1.0)), "bounds must have low < high"),

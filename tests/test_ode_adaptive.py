@@ -376,8 +376,8 @@ def test_the_choice_between_a_grid_and_adaptive_steps():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"rtol": -1.0}, "rtol must be a number >= 0"),
-        ({"atol": float("nan")}, "atol must be a number >= 0"),
+        ({"rtol": -1.0}, "rtol must be a finite number >= 0"),
+        ({"atol": float("nan")}, "atol must be a finite number >= 0"),
         ({"rtol": 0, "atol": 0}, "must not both be 0"),
         ({"rtol": 1e-3, "solver": dil.Picard()}, "solver must be a SimplifiedNewton"),
     ],

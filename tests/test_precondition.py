@@ -213,9 +213,9 @@ def test_any_callable_serves():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Jacobi(samples=0), "samples must be at least 1, got 0."),
-        (lambda: Nystrom(rank=0), "rank must be at least 1, got 0."),
-        (lambda: SecantMemory(history=0), "history must be at least 1, got 0."),
+        (lambda: Jacobi(samples=0), "samples must be an integer >= 1, got 0."),
+        (lambda: Nystrom(rank=0), "rank must be an integer >= 1, got 0."),
+        (lambda: SecantMemory(history=0), "history must be an integer >= 1, got 0."),
         (
             lambda: Nystrom().build(operator_of(scaled(1, 4), False), False, 0.0),
             r"preconditioner=Nystrom\(\) needs a symmetric J",

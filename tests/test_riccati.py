@@ -308,3 +308,20 @@ def test_a_start_at_a_maximum_is_reported():
     mpc = dil.control.MPC(lambda x, u: x + u, lambda x, u: torch.cos(u[..., 0]) + 0 * x[..., 0], 3, 1, on_failure="ignore")
     mpc(torch.zeros(2, 1))
     assert mpc.report.forward.status.tolist() == [Status.negative_curvature] * 2
+
+
+def test_its_stand_in_has_its_settings():
+    """Under vmap, where the plan is out of reach, `Auto` solves, with the preconditioner and by the products asked for."""
+    seen = []
+
+    def precondition(r):
+        seen.append(r.shape)
+        return r / 3
+
+    A = 3 * torch.eye(200) + torch.diag(torch.linspace(0, 1, 200))
+    operator, b = Operator(lambda y: y @ A, torch.zeros(1, 200), True), torch.ones(1, 200)
+    asked, strategies = operator.product, []
+    operator.product = lambda transpose, strategy="backward": (strategies.append(strategy), asked(transpose, strategy))[1]
+    result = dil.control.Riccati(preconditioner=precondition, product="forward").solve(operator, b)
+    assert (result.value - b / torch.diagonal(A)).abs().max() <= LINEAR
+    assert seen and set(strategies) == {"forward"}

@@ -623,14 +623,14 @@ BAD = [
     ({"bounds": (0.0, tensor(1.0, math.nan))}, ValueError, "bounds must be finite"),
     ({"bounds": (0.0, "1")}, TypeError, "bounds must hold numbers or tensors, got str"),
     ({"bounds": ((0.0, 0.0), (1.0, 1.0, 1.0))}, ValueError, "bounds must be numbers, or low and high nested like y0"),
-    ({"particles": 1}, ValueError, "particles must be an integer of at least 2, got 1"),
-    ({"particles": 10.0}, ValueError, "particles must be an integer of at least 2, got 10.0"),
+    ({"particles": 1}, ValueError, "particles must be an integer >= 2, got 1"),
+    ({"particles": 10.0}, ValueError, "particles must be an integer >= 2, got 10.0"),
     ({"scale": 0.0}, ValueError, "scale must be a finite number > 0 or None, got 0.0"),
     ({"scale": math.nan}, ValueError, "scale must be a finite number > 0 or None, got nan"),
     ({"seed": 0.5}, TypeError, "seed must be an integer or a torch.Generator, got 0.5"),
     ({"polish": dil.Newton}, TypeError, r"polish must be None or a solver that follows the gradient, such as LBFGS\(\)"),
     ({"polish": dil.CEM()}, TypeError, "polish must be None or a solver that follows the gradient"),
-    ({"max_steps": 0}, ValueError, "max_steps must be at least 1, got 0"),
+    ({"max_steps": 0}, ValueError, "max_steps must be an integer >= 1, got 0"),
 ]
 
 
@@ -643,7 +643,7 @@ def test_bad_fields(solver, fields, kind, message):
 
 def test_bad_fields_of_one_solver():
     for elites in (0.0, 1.5, math.nan):
-        with pytest.raises(ValueError, match="elites must be a share, more than 0 and at most 1"):
+        with pytest.raises(ValueError, match="elites must be a number > 0 and <= 1"):
             dil.CEM(elites=elites)
     for temperature in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="temperature must be a finite number > 0"):

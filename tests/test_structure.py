@@ -18,6 +18,7 @@ MAX_LINES = 400
 
 # From the bottom up: a module imports only from its own group's package or from groups above it in this list.
 LAYERS = [
+    ("settings",),
     ("as_written", "batch", "compiled", "one_number", "shapes_only", "step_counts", "variables"),
     ("captures", "convolve", "matvec", "probe"),
     ("linearize", "signature"),

@@ -29,6 +29,11 @@ dil.argmin(lambda y: (y**2).sum(), torch.ones(2), verbose=True)  # call-arg
 dil.root(lambda y: y, torch.ones(2), solver="newton")  # arg-type
 dil.root(lambda y: y, torch.ones(2), linear_solver=dil.CG)  # arg-type
 dil.odeint(lambda t, y: -y, torch.ones(2), [0.0, 1.0])  # arg-type
+dil.odeint(lambda t, y: -y, torch.ones(2), torch.ones(2), gradient="autograd")  # arg-type
+dil.odeint(lambda t, y: -y, torch.ones(2), torch.ones(2), solver="newton")  # arg-type
+dil.NeuralODE(lambda t, y: -y, gradient="autograd")  # arg-type
+dil.NeuralODE(lambda t, y: -y, solver=dil.CG())  # arg-type
+dil.control.MPC(lambda x, u: x + u, lambda x, u: x.sum(-1), 3, 2, solver="newton")  # arg-type
 dil.Newton(tol=1e-6)  # call-arg
 """
 

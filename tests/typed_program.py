@@ -42,8 +42,13 @@ def halves(square: Tensor) -> Tensor:
 
 
 def decay(rate: Tensor) -> Tensor:
-    y = dil.odeint(lambda t, y: -rate * y, torch.ones(2), torch.linspace(0, 1, 5), method=dil.ode.RadauIIA(5), batch_dims=0)
-    return y[-1]
+    def slope(t: Tensor, y: Tensor) -> Tensor:
+        return -rate * y
+
+    start, t = torch.ones(2), torch.linspace(0, 1, 5)
+    y = dil.odeint(slope, start, t, method=dil.ode.RadauIIA(5), solver=dil.ode.WholeTrajectory())
+    again = dil.odeint(slope, start, t, gradient="adjoint", solver=dil.ode.SimplifiedNewton())
+    return y[-1] + again[-1] + dil.odeint(slope, start, t, solver=dil.Picard(), batch_dims=0)[-1]
 
 
 def settled(w: Tensor) -> Tensor:
@@ -60,7 +65,7 @@ def planned(state: Tensor) -> Tensor:
 def main() -> None:
     energy, x = Energy(), torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     layer = dil.ArgminLayer(energy, init=(3,), on_failure="zero")
-    node = dil.NeuralODE(lambda t, y: -y, "trbdf2", rtol=1e-3)
+    node = dil.NeuralODE(lambda t, y: -y, "trbdf2", rtol=1e-3, solver=dil.ode.SimplifiedNewton())
     two = torch.full((2,), 2.0, requires_grad=True)
     results = [nearest(energy, x), layer(x), *both(two), halves(two), decay(two), settled(two), planned(torch.ones(1, 2))]
     results.append(node(torch.ones(3, 2), torch.linspace(0, 1, 3)))

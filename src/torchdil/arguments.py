@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchdil.batch import leaves, map_tensors
+from torchdil.linear.base import LinearSolver
 from torchdil.modes import observed_by
 from torchdil.solution import check_policy, user_frame
 
@@ -22,6 +23,12 @@ def check_callable(function: Any, name: str, call: str) -> None:
         raise TypeError(f"{name} must be callable as {call}, got the class {function.__name__}: make one of it first.")
     if not callable(function):
         raise TypeError(f"{name} must be callable as {call}, got {type(function).__name__}.")
+
+
+def check_linear_solver(given: Any) -> None:
+    """Raise one sentence unless it is a linear solver, or None."""
+    if given is not None and not isinstance(given, LinearSolver):
+        raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {given!r}.")
 
 
 def check_arguments(function: Any, name: str, y0: Any, y_name: str, args: Any, on_failure: str) -> tuple[Any, ...]:

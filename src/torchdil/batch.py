@@ -17,6 +17,8 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.utils import _pytree as pytree
 
+from torchdil.settings import check_count
+
 
 def mapped(*tensors: Tensor) -> bool:
     """Whether any is many tensors at once, of `torch.func.vmap`, which only torch's own operations can read."""
@@ -104,8 +106,7 @@ class Layout:
 
     @staticmethod
     def of(y: Any, batch_dims: int, name: str = "y0") -> Layout:
-        if not isinstance(batch_dims, int) or batch_dims < 0:
-            raise ValueError(f"batch_dims must be an integer >= 0, got {batch_dims!r}.")
+        check_count("batch_dims", batch_dims, 0)
         leaves, spec = pytree.tree_flatten(y)
         first = leaves[0]
         if any(leaf.dim() < batch_dims for leaf in leaves):
@@ -147,10 +148,6 @@ class Layout:
         parts = [y] if len(sizes) == 1 else y.split(sizes, dim=1)
         leaves = [part.reshape(self.batch_shape + shape) for part, shape in zip(parts, self.shapes, strict=True)]
         return pytree.tree_unflatten(leaves, self.spec)
-
-    def per_sample(self, a: Tensor) -> Tensor:
-        """A (B,) result in the user's batch shape: () for one problem."""
-        return a.reshape(self.batch_shape)
 
 
 def leaves(tree: Any) -> list[Any]:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torchdil.advice import mend, seen
 from torchdil.captures import captured_names
 from torchdil.modes import observed_by
+from torchdil.settings import check_number
 from torchdil.solution import GRID_ERROR, Solution, text_table
 from torchdil.watch import Solve, Watch, newton_steps, own_steps
 
@@ -114,8 +115,7 @@ def check_gradient(layer_or_fn: Callable[..., Any], *inputs: Any, rtol: float | 
     """
     if not callable(layer_or_fn):
         raise TypeError(f"layer_or_fn must be a module or a function, got {type(layer_or_fn).__name__}.")
-    if rtol is not None and not rtol > 0:
-        raise ValueError(f"rtol must be a number > 0 or None, got {rtol!r}.")
+    check_number("rtol", rtol, above=0, optional=True)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=devices):
         check = _Check(layer_or_fn, inputs, rtol, seed)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torchdil import batch
 from torchdil.arguments import check_signature
 from torchdil.batch import Layout
-from torchdil.graph import parameters
+from torchdil.graph import leaves_of
 from torchdil.modes import no_tangents
 from torchdil.problem import Call
 
@@ -25,7 +25,7 @@ def run_foreign(solver: Callable[..., Any], user_call: Call | None, start: Tenso
     known = torch.is_grad_enabled() and first is not None
     with torch.enable_grad(), no_tangents():
         value = first if known else user_call(layout.unravel(start))
-        found = parameters(batch.leaves(value))
+        found = leaves_of(batch.leaves(value))
         grads = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad._version) for leaf in found]
         given = (user_call, layout.unravel(start.clone()))
         try:

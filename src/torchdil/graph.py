@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +31,15 @@ class Dependence(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """What is there before an evaluation, so that its graph can be told from that.
+    """Where the graph of an evaluation ends, noted before it is made: what was there then is outside of it.
+
+    torch numbers the nodes of a graph in the order in which they are made. So the number of a node tells whether the evaluation
+    made it, as long as one thread makes all of them. Where several do, the walk back stops at the tensors that are known.
 
     Attributes:
-        first: nodes that are made from now on are not older; 0: their ages do not tell.
-        tensors: then the tensors that the function closes over, which may soon be others.
+        first: the evaluation's own nodes have this number or a larger one; 0: the numbers do not tell.
+        tensors: where they do not, the tensors that the function closes over. They are noted before it is called, since it may
+            replace them by others.
     """
 
     first: int
@@ -43,10 +47,10 @@ class Outside(NamedTuple):
 
 
 def outside(leaf: Tensor, function: Any) -> Outside:
-    """What is there before `function` is evaluated at `leaf`."""
+    """What is outside of an evaluation of `function` at `leaf` that is about to be made."""
     if threading.current_thread() is threading.main_thread() and not leaf.is_cuda:
         return Outside(age(leaf), [])
-    # Ages are counted per thread, and derivatives on a GPU are made in a thread of its own.
+    # Each thread counts for itself, and derivatives on a GPU are made in a thread of its own.
     return Outside(0, captured_tensors(function))
 
 
@@ -111,35 +115,27 @@ def is_leaf(node: Any) -> bool:
     return isinstance(node, _Accumulate)
 
 
-def parameters(values: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves that the graphs of `values` lead back to."""
-    found = []
+def _nodes(values: Iterable[Tensor], first: int = 0) -> Iterator[Any]:
+    """The nodes of the graphs of `values`, back to those that are older than `first`."""
     stack = [t.grad_fn for t in values if t.grad_fn is not None]
     seen = set(stack)
     while stack:
         node = stack.pop()
-        if is_leaf(node):
-            found.append(node.variable)  # type: ignore[attr-defined]
+        yield node
         for child, _ in node.next_functions:
-            if child is not None and child not in seen:
+            if child is not None and child not in seen and child._sequence_nr() >= first:
                 seen.add(child)
                 stack.append(child)
-    return found
+
+
+def leaves_of(values: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves that the graphs of `values` lead back to."""
+    return [node.variable for node in _nodes(values) if is_leaf(node)]
 
 
 def has_custom_function(value: Tensor, first: int) -> bool:
     """Whether the graph of `value` younger than `first` holds an `autograd.Function` written in Python."""
-    seen = {value.grad_fn}
-    stack = [value.grad_fn]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, BackwardCFunction):
-            return True
-        for child, _ in node.next_functions:  # type: ignore[union-attr]
-            if child is not None and child not in seen and child._sequence_nr() >= first:
-                seen.add(child)
-                stack.append(child)
-    return False
+    return any(isinstance(node, BackwardCFunction) for node in _nodes([value], first))
 
 
 def _edge(t: Tensor) -> tuple[Any, int]:

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchdil.argmin import argmin
-from torchdil.arguments import check_callable
+from torchdil.arguments import check_callable, check_linear_solver
 from torchdil.batch import map_tensors
 from torchdil.fixed_point import fixed_point
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import eager, transforms_active
 from torchdil.root import root
 from torchdil.solution import FailurePolicy, Report, Solution, Status, check_policy
-from torchdil.solvers.base import Solver
+from torchdil.solvers.base import Solver, check_solver
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ class _Layer(Reporting):
     ):
         super().__init__()
         check_callable(function, "The function of a layer", "fn(y, x)")
+        check_solver(solver)
+        check_linear_solver(linear_solver)
         check_policy(on_failure)
         _check_init(init)
         self.function = function

@@ -80,13 +80,25 @@ class Statement(ABC):
             return batch.length(operator.rmv(natural_change(y, start), "auto"))
 
     def counted(self, F: Tensor, y: Tensor, start: Tensor | None, operator: Operator | None = None) -> Tensor:
-        """What is compared with that size, (B,): the norm of F, parts of which may weigh more where the size is not theirs."""
+        """How large F counts as, (B,), when it is compared with its natural size: as its norm.
+
+        Where parts of y differ much in size, the natural size is that of the largest part, and an F that is small against it
+        may still be wrong in the others. Then a statement makes the parts of F count in units of their own.
+
+        Args:
+            F: at y, (B, n).
+            start: where the solver began, (B, n), if it is known.
+            operator: J at y; None: the answer is wanted without any product.
+        """
         return batch.length(F)
 
     def quick_size(self, y: Tensor, start: Tensor | None) -> Tensor | None:
-        """A lower bound of that size which costs no product, if there is one: an F that is small against it needs no other.
+        """A lower bound of the natural `size` that costs no product with J, (B,); None where there is none.
 
-        Where there is none, what counts of F is its norm, and its size is no less than ‖J c‖, c being the `natural_change`.
+        An F that is small against this bound is small against the size, which need not be worked out then.
+
+        Without one (None), `counted` must be the norm of F, and `size` at least ‖J c‖, c being the `natural_change`: an answer
+        may be accepted by these two alone, see `torchdil.glance`.
         """
         return None
 

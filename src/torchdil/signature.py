@@ -87,14 +87,21 @@ class _UnknownError(Exception):
 
 
 class _Walk:
-    """From a function to all that it reads.
+    """Visits all that a function reads, object by object.
+
+    Most objects are looked into as a whole. Classes and imported files of the user's, and tensors with attributes, may hold
+    much that the function never touches: of what they hold, only that counts whose name occurs in the code of some function
+    that was visited. Such names turn up along the way, so these objects are asked again whenever nothing else is left
+    (`by_name`).
 
     Attributes:
-        tensors, key: what was found.
-        stack: what is yet to be looked at.
-        named: dictionaries whose values count by their names, and the names that did.
-        mentions: the names that were met.
-        composed: whether names were met that are made when the function runs.
+        tensors: those that were found.
+        key: all else that was found, in the order of the visit.
+        stack: objects that are yet to be visited.
+        named: the attributes (a dictionary) of the objects that are looked into by name, and the names that have counted so
+            far; by the `id` of the object.
+        mentions: the names that occur in the code of the functions visited so far, and those that Python uses by itself.
+        composed: whether some function makes names while it runs (by `getattr`, say): then all attributes count.
     """
 
     def __init__(self) -> None:

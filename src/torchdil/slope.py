@@ -26,9 +26,16 @@ _WRONG = (
     "The derivative of {} is not its slope, so the solution or its gradient is wrong: use no detach(), item() or numpy on the "
     "way from y to its value, and check the backward of each autograd.Function in it."
 )
-# At how many points, and how far apart at most, relative to y; how many times what a cubic misses of them its slope may be off.
-_POINTS, _LONG, _NOISES = 9, 0.03, 20.0
-# What was looked at: code, or callable objects, each with what it read; and with how much that is new it is looked at again.
+# The slope along a direction is that of a cubic, fitted to the values at so many points.
+_POINTS = 9
+# They reach this part of the direction to either side, in a second look; in the first a much smaller part.
+_LONG = 0.03
+# Autograd's derivative is off if it differs from that slope clearly, and by more than so many times the noise: what the cubic
+# misses of the values.
+_NOISES = 20.0
+# The functions that were looked at, by their code (or the object that is called), each with a number for each set of other
+# functions and modules that it used. So code that makes a function anew at each call is looked at once, and once more for each
+# other set, up to so many.
 _seen: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 _LOOKS = 16
 

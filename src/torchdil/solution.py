@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from torchdil.status import Status as Status
 
 Y = TypeVar("Y")
 FailurePolicy = Literal["raise", "warn", "ignore", "zero", "nan"]
-POLICIES = ("raise", "warn", "ignore", "zero", "nan")
 # From where on the error of a gradient that holds adaptive steps fixed is told.
 GRID_ERROR = 0.2
 # How many samples a message names.
@@ -269,8 +268,8 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 def check_policy(on_failure: str) -> None:
     """Raise one sentence if the failure policy is not one of the five."""
-    if on_failure not in POLICIES:
-        raise ValueError(f"on_failure must be one of {', '.join(map(repr, POLICIES))}, got {on_failure!r}.")
+    if on_failure not in get_args(FailurePolicy):
+        raise ValueError(f"on_failure must be one of {', '.join(map(repr, get_args(FailurePolicy)))}, got {on_failure!r}.")
 
 
 def handle_failure(phase: str, outcome: Outcome, on_failure: str, report: Report) -> Tensor:
@@ -292,10 +291,10 @@ def tally(status: Tensor) -> str:
 
 
 def mask_failed(g: Tensor, failed: Tensor, on_failure: str) -> Tensor:
-    """The gradient of failed samples as the policy wants it."""
+    """The gradient g (B, ...) of failed samples (B,) as the policy wants it."""
     if on_failure not in ("zero", "nan"):
         return g
-    return torch.where(failed.unsqueeze(1), 0.0 if on_failure == "zero" else float("nan"), g)
+    return torch.where(failed.reshape(-1, *(1,) * (g.dim() - 1)), 0.0 if on_failure == "zero" else float("nan"), g)
 
 
 def _sentence(phase: str, outcome: Outcome, failed: Tensor) -> str:
@@ -350,15 +349,11 @@ def _describe(outcome: Outcome | None) -> dict[str, str]:
     status, stats = outcome
     if status.numel() == 0:
         return {"method": stats.method, "status": "no samples"}
-    codes, counts = torch.unique(status.reshape(-1).cpu(), return_counts=True)
-    names = [Status(code).name for code in codes.tolist()]
-    if status.numel() > 1:
-        names = [f"{name} {count}" for name, count in zip(names, counts.tolist(), strict=True)]
     worst = worst_sample(stats)
     low, high = int(stats.steps.min()), int(stats.steps.max())
     return {
         "method": stats.method + ("" if stats.exact else " (approximate)"),
-        "status": ", ".join(names),
+        "status": tally(status) if status.numel() > 1 else Status(int(status)).name,
         "steps": str(low) if low == high else f"{low} to {high}",
         "evaluations": str(stats.products),
         "residual, worst sample": f"{float(stats.residual.reshape(-1)[worst]):.2e}",
@@ -371,8 +366,13 @@ def _numbers(a: Tensor) -> Tensor:
     return a[~a.isnan()]
 
 
+def excess(stats: Stats) -> Tensor:
+    """The residuals in units of their tolerances; infinite where a residual is no number."""
+    found = stats.residual / stats.tolerance.clamp_min(torch.finfo(stats.tolerance.dtype).tiny)
+    return found.nan_to_num(nan=float("inf"))
+
+
 def worst_sample(stats: Stats, among: Tensor | None = None) -> int:
     """The sample whose residual is largest against its tolerance."""
-    excess = stats.residual / stats.tolerance.clamp_min(torch.finfo(stats.tolerance.dtype).tiny)
-    excess = excess.nan_to_num(nan=float("inf"))
-    return int((excess if among is None else torch.where(among, excess, -1.0)).argmax())
+    found = excess(stats)
+    return int((found if among is None else torch.where(among, found, -1.0)).argmax())

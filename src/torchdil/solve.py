@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchdil import batch, modes
-from torchdil.arguments import warn_of_no_gradient
+from torchdil.arguments import check_linear_solver, warn_of_no_gradient
 from torchdil.as_written import compiled_or_as_written
 from torchdil.batch import Layout, map_tensors
 from torchdil.condition import Condition
@@ -41,7 +41,7 @@ from torchdil.modes import (
 from torchdil.problem import Call, Problem, Statement, as_called, call_with, parameters_of, without_backward
 from torchdil.slope import look_once
 from torchdil.solution import Report, Result, Solution, Stats, Status, handle_failure
-from torchdil.solvers.base import Solver
+from torchdil.solvers.base import Solver, check_solver
 from torchdil.solvers.newton import Newton
 from torchdil.solvers.picard import Picard
 from torchdil.transform import Implicit, check_captures
@@ -82,9 +82,8 @@ def solve(
     first: Any = None,
 ) -> Solution[Any]:
     """Solve, check and attach; `first` is the function's value at y0, in the mode of the call, if it is known."""
+    check_solver(solver)
     solver = (Picard() if statement.name == "fixed_point" else Newton()) if solver is None else solver
-    if isinstance(solver, type) or not (isinstance(solver, Solver) or callable(solver)):
-        raise TypeError(f"solver must be a torchdil solver such as Newton() or a callable (fn, y0) -> y, got {solver!r}.")
     report = Report(statement.layout.batch_shape)
     setting = Setting(statement, uncompiled(function), solver, linear_solver_of(linear_solver), on_failure, report, first=first)
     y = setting.attached(y0, args)
@@ -394,6 +393,5 @@ class Setting:
 
 def linear_solver_of(given: LinearSolver | None) -> LinearSolver:
     """The linear solver of the backward pass."""
-    if given is not None and not isinstance(given, LinearSolver):
-        raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {given!r}.")
+    check_linear_solver(given)
     return Auto() if given is None else given

@@ -6,6 +6,6 @@ from torchdil.control.ddp import DDP as DDP
 from torchdil.control.lqr import Policy as Policy
 from torchdil.control.lqr import lqr as lqr
 from torchdil.control.mpc import MPC as MPC
-from torchdil.control.mpc import Rollout as Rollout
+from torchdil.control.plan import Rollout as Rollout
 from torchdil.control.riccati import Riccati as Riccati
 from torchdil.control.stein import Stein as Stein

@@ -20,11 +20,12 @@ from scipy.linalg import LinAlgError, solve_discrete_are
 from torch import Tensor
 
 from torchdil import batch
+from torchdil.arguments import check_linear_solver
 from torchdil.batch import Layout
 from torchdil.compiled import Compiled
 from torchdil.control.diagnosis import causes, is_positive
 from torchdil.control.shapes import broadcast, check_like, check_size, states_and_controls, symmetric
-from torchdil.control.stein import AT_ONCE, LOOK_EVERY, Loop, Stein, closed_loop, is_stable, matrices
+from torchdil.control.stein import AT_ONCE, Loop, Stein, closed_loop, is_stable, look_every, matrices
 from torchdil.linear import LinearSolver
 from torchdil.modes import eager, full_precision
 from torchdil.operator import Operator
@@ -163,7 +164,7 @@ def doubled(A: Tensor, G: Tensor, H: Tensor, most: int) -> tuple[Tensor, Tensor,
     With W = I + G H a step is A ← A W⁻¹ A, G ← G + A W⁻¹ G Aᵀ, H ← H + Aᵀ H W⁻¹ A. A goes to zero quadratically and H to S if
     there is a stabilising solution; then, and only then, do G and H converge with A to zero. G and H are symmetric.
     """
-    n, every = A.shape[1], 1 if A.device.type == "cpu" else LOOK_EVERY
+    n, every = A.shape[1], look_every(A.device)
     eye = torch.eye(n, dtype=A.dtype, device=A.device)
     S, found = torch.full_like(H, torch.nan), torch.zeros_like(A[:, 0, 0], dtype=torch.bool)
     steps, running = torch.full_like(found, most, dtype=torch.long), torch.arange(len(A), device=A.device)
@@ -293,8 +294,7 @@ def dare(
     """
     A, B, Q, R = _checked(A, B, Q, R)
     check_policy(on_failure)
-    if linear_solver is not None and not isinstance(linear_solver, LinearSolver):
-        raise TypeError(f"linear_solver must be a torchdil linear solver such as Stein(), got {linear_solver!r}.")
+    check_linear_solver(linear_solver)
     shape, n = A.shape[:-2], A.shape[-1]
     statement = RiccatiEquation(shape, n, on_failure == "zero")
     Q, R = symmetric(Q), symmetric(R)

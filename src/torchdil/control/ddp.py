@@ -18,7 +18,8 @@ from torch import Tensor
 from torchdil import batch
 from torchdil.control.expansion import Expansion
 from torchdil.control.plan import Plan
-from torchdil.control.riccati import apply, inverse_of, invert, local_problem, roll, size_of
+from torchdil.control.riccati import inverse_of, invert, local_problem, roll, size_of
+from torchdil.control.shapes import apply, symmetric
 from torchdil.problem import Box, Problem
 from torchdil.solution import Result, Status
 from torchdil.solvers.line_search import Iterate
@@ -129,8 +130,7 @@ def _policy(local: Expansion, r: Tensor, room: Box | None) -> _Policy:
     positive, k, K = torch.ones_like(size, dtype=torch.bool), [], []
     for t in reversed(range(r.shape[1])):
         PB = P @ B[:, t]
-        U, W = R[:, t] + B[:, t].mT @ PB, M[:, t] + PB.mT @ A[:, t]
-        U = 0.5 * (U + U.mT)
+        U, W = symmetric(R[:, t] + B[:, t].mT @ PB), M[:, t] + PB.mT @ A[:, t]
         q = r[:, t] + apply(B[:, t].mT, p)
         inverse, fine = invert(U, size)
         k.append(apply(inverse, q))
@@ -140,8 +140,7 @@ def _policy(local: Expansion, r: Tensor, room: Box | None) -> _Policy:
         # p and P for any k and K: neither is that of the minimum where a bound stops a control.
         p = apply(A[:, t].mT, p) - apply(K[-1].mT, q - apply(U, k[-1])) - apply(W.mT, k[-1])
         cross = K[-1].mT @ W
-        P = Q[:, t] + A[:, t].mT @ P @ A[:, t] - cross - cross.mT + K[-1].mT @ U @ K[-1]
-        P = 0.5 * (P + P.mT)
+        P = symmetric(Q[:, t] + A[:, t].mT @ P @ A[:, t] - cross - cross.mT + K[-1].mT @ U @ K[-1])
         positive = positive & fine
     return _Policy(torch.stack(k[::-1], dim=1), K[::-1], positive)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchdil.control.plan import Plan
+from torchdil.control.shapes import apply, symmetric
 from torchdil.graph import rows_by_autograd
 
 
@@ -64,11 +65,11 @@ def expand(plan: Plan, u: Tensor, x0: Tensor) -> Expansion:
         A, B = jacobian[..., :n], jacobian[..., n:]
         costates = [end_slope.detach()]
         for t in reversed(range(1, u.shape[1])):
-            costates.append(slope[:, t, :n].detach() + (A[:, t].mT @ costates[-1].unsqueeze(2)).squeeze(2))
+            costates.append(slope[:, t, :n].detach() + apply(A[:, t].mT, costates[-1]))
         hamiltonian = slope + _gradient(ahead, z, torch.stack(costates[::-1], dim=1))
         in_u = hamiltonian[..., n:].detach()
         hessian, P = _jacobian(hamiltonian, z), _jacobian(end_slope, end)
-    hessian, P = 0.5 * (hessian + hessian.mT), 0.5 * (P + P.mT)
+    hessian, P = symmetric(hessian), symmetric(P)
     return Expansion(x, A, B, hessian[..., :n, :n], hessian[..., n:, :n], hessian[..., n:, n:], P, in_u)
 
 

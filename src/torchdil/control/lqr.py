@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.control.shapes import broadcast, check_like, check_size, states_and_controls, symmetric
+from torchdil.control.plan import Rollout
+from torchdil.control.shapes import apply, broadcast, check_like, check_size, states_and_controls, symmetric
 from torchdil.modes import eager, full_precision, transforms_active
+from torchdil.settings import check_count
 from torchdil.solution import FailurePolicy, Outcome, Report, Stats, Status, check_policy, handle_failure
 
 _REQUIRED = ("A", "B", "Q", "R")
@@ -46,14 +48,14 @@ class Policy:
     B: Tensor
     c: Tensor
 
-    def rollout(self, x0: Tensor) -> tuple[Tensor, Tensor]:
+    def rollout(self, x0: Tensor) -> Rollout:
         """Follow the policy.
 
         Args:
             x0: where to begin, (*batch, n); leading axes broadcast.
 
         Returns:
-            The states, (*batch, H + 1, n), and the controls, (*batch, H, m).
+            A `Rollout`: the states, (*batch, H + 1, n), and the controls, (*batch, H, m).
         """
         n, batch_shape = self.K.shape[-1], self.K.shape[:-3]
         check_like("x0", x0, self.A, 1)
@@ -63,10 +65,10 @@ class Policy:
         with full_precision(x0):
             xs, us = [x0.expand(*batch_shape, n)], []
             for t in range(self.K.shape[-3]):
-                us.append(-_apply(self.K[..., t, :, :], xs[-1]) - self.k[..., t, :])
-                moved = _apply(self.A[..., t, :, :], xs[-1]) + _apply(self.B[..., t, :, :], us[-1])
+                us.append(-apply(self.K[..., t, :, :], xs[-1]) - self.k[..., t, :])
+                moved = apply(self.A[..., t, :, :], xs[-1]) + apply(self.B[..., t, :, :], us[-1])
                 xs.append(moved + self.c[..., t, :])
-            return torch.stack(xs, dim=-2), torch.stack(us, dim=-2)
+            return Rollout(torch.stack(xs, dim=-2), torch.stack(us, dim=-2))
 
 
 @eager
@@ -113,8 +115,7 @@ def lqr(
         >>> policy = dil.control.lqr(A, B, Q, R, horizon=50)
         >>> states, controls = policy.rollout(x0)
     """
-    if horizon is not None and (not isinstance(horizon, int) or isinstance(horizon, bool) or horizon < 1):
-        raise ValueError(f"horizon must be an integer >= 1 or None, got {horizon!r}.")
+    check_count("horizon", horizon, optional=True)
     check_policy(on_failure)
     given = {"A": A, "B": B, "Q": Q, "R": R, "N": N, "q": q, "r": r, "c": c}
     final = {"Qf": Qf, "qf": qf}
@@ -139,25 +140,30 @@ def lqr(
         failed = _failed(parts, indefinite, on_failure)
         if not bool(failed.any()):
             return _policy(parts, As, Bs, cs)
-
-        def without(t: Tensor, axes: int, value: Tensor | float = 0.0) -> Tensor:
-            """t, the last `axes` of which belong to a sample, with another value for the samples that failed."""
-            return torch.where(failed.reshape(*shape, *(1,) * axes), value, t)
-
+        failed = failed.reshape(shape)
         if on_failure == "zero":  # zero times what is not finite would be NaN: they are worked out without their numbers
             eye = torch.eye(m, dtype=A.dtype, device=A.device)
-            dynamics, cost = [without(t, 2) for t in (As, Bs)], [without(Qs, 2), without(Rs, 2, eye), without(Ns, 2)]
-            linear, ends = [without(t, 1) for t in (qs, rs, cs)], [without(last[0], 2), without(last[1], 1)]
-            parts, _ = _recursion(*dynamics, *cost, *linear, *ends)
+            matrices = [_replaced(t, 2, failed, value) for t, value in ((As, 0), (Bs, 0), (Qs, 0), (Rs, eye), (Ns, 0))]
+            vectors = [_replaced(t, 1, failed, 0) for t in (qs, rs, cs)]
+            ends = [_replaced(t, axes, failed, 0) for t, axes in zip(last, (2, 1), strict=True)]
+            parts, _ = _recursion(*matrices, *vectors, *ends)
+        return _policy(_spoilt(parts, failed, on_failure), As, Bs, cs)
 
-        def spoil(t: Tensor, axes: int) -> Tensor:
-            """NaN for the samples that failed, with derivatives that are NaN or zero; the others keep theirs."""
-            if on_failure == "zero":
-                return without(t, axes, torch.nan)
-            return t * without(torch.ones((), dtype=t.dtype, device=t.device), axes, torch.nan)
 
-        spoilt = [[spoil(t, axes) for t in part] for part, axes in zip(parts, (2, 1, 2, 1), strict=True)]
-        return _policy(spoilt, As, Bs, cs)
+def _replaced(t: Tensor, axes: int, failed: Tensor, value: Tensor | float) -> Tensor:
+    """t, the last `axes` of which belong to a sample, with another value for the samples that failed, (*batch,)."""
+    return torch.where(failed.reshape(*failed.shape, *(1,) * axes), value, t)
+
+
+def _spoilt(parts: list[list[Tensor]], failed: Tensor, on_failure: str) -> list[list[Tensor]]:
+    """K, k, S and s, NaN for the samples that failed, with derivatives that are NaN or zero; the others keep theirs."""
+
+    def spoil(t: Tensor, axes: int) -> Tensor:
+        if on_failure == "zero":
+            return _replaced(t, axes, failed, torch.nan)
+        return t * _replaced(torch.ones((), dtype=t.dtype, device=t.device), axes, failed, torch.nan)
+
+    return [[spoil(t, axes) for t in part] for part, axes in zip(parts, (2, 1, 2, 1), strict=True)]
 
 
 def _policy(parts: list[list[Tensor]], A: Tensor, B: Tensor, c: Tensor) -> Policy:
@@ -176,14 +182,14 @@ def _recursion(
     indefinite = []
     for t in reversed(range(len(A))):
         Bt = B[t].mT
-        p = _apply(S, c[t]) + s
+        p = apply(S, c[t]) + s
         L, info = torch.linalg.cholesky_ex(R[t] + Bt @ S @ B[t])
-        state, drift = Bt @ S @ A[t] + N[t].mT, _apply(Bt, p) + r[t]
+        state, drift = Bt @ S @ A[t] + N[t].mT, apply(Bt, p) + r[t]
         gain = batch.cholesky_solve(torch.cat((state, drift.unsqueeze(-1)), dim=-1), L)
         gain = torch.where((info == 0)[..., None, None], gain, torch.nan)
         K, k = gain[..., :n], gain[..., n]
         S = symmetric(Q[t] + A[t].mT @ S @ A[t] - state.mT @ K)
-        s = q[t] + _apply(A[t].mT, p) - _apply(state.mT, k)
+        s = q[t] + apply(A[t].mT, p) - apply(state.mT, k)
         for part, each in zip(found, (K, k, S, s), strict=True):
             part.append(each)
         indefinite.append(info != 0)
@@ -240,7 +246,3 @@ def _leading(tensors: dict[str, Tensor], horizon: int | None) -> tuple[torch.Siz
     if not shape or not shape[-1]:
         raise ValueError("horizon must be given where no matrix has an axis of time.")
     return shape[:-1], shape[-1]
-
-
-def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
-    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchdil.arguments import check_callable, check_signature, check_unknown
+from torchdil.arguments import check_callable, check_linear_solver, check_signature, check_unknown
 from torchdil.batch import Layout
 from torchdil.control.ddp import DDP
-from torchdil.control.plan import Cost, Dynamics, Plan, Planning, Terminal
+from torchdil.control.plan import Cost, Dynamics, Plan, Planning, Rollout, Terminal
 from torchdil.control.riccati import Riccati
 from torchdil.layers import Reporting
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import eager, observed_by, transforms_active, uncompiled
+from torchdil.settings import check_count
 from torchdil.solution import FailurePolicy, Report, check_policy
 from torchdil.solve import Setting
-from torchdil.solvers.base import Solver
+from torchdil.solvers.base import Solver, check_solver
 from torchdil.solvers.bounds import check_bounds, rows_of
 
 # What the functions of users call the two, where they could be swapped.
 _STATES = {"x", "xs", "x_t", "state", "states"}
 _CONTROLS = {"u", "us", "u_t", "control", "controls", "action", "actions"}
-
-
-class Rollout(NamedTuple):
-    """A closed loop.
-
-    Attributes:
-        states: x_0 .. x_T, (B, T+1, n).
-        controls: u_0 .. u_{T-1}, (B, T, m).
-    """
-
-    states: Tensor
-    controls: Tensor
 
 
 class MPC(Reporting):
@@ -75,7 +65,7 @@ class MPC(Reporting):
         *,
         terminal: Terminal | None = None,
         bounds: tuple[Any, Any] | None = None,
-        solver: Solver | Any = None,
+        solver: Solver | Callable[..., Any] | None = None,
         linear_solver: LinearSolver | None = None,
         on_failure: FailurePolicy = "warn",
     ):
@@ -83,11 +73,9 @@ class MPC(Reporting):
         for name, function in (("dynamics", dynamics), ("cost", cost), ("terminal", terminal)):
             if not (name == "terminal" and function is None):
                 check_callable(function, name, f"{name}(x)" if name == "terminal" else f"{name}(x, u)")
-        _check_count("control_dim", control_dim)
-        if isinstance(solver, type) or not (solver is None or isinstance(solver, Solver) or callable(solver)):
-            raise TypeError(f"solver must be a torchdil solver such as DDP() or a callable (fn, u0) -> u, got {solver!r}.")
-        if linear_solver is not None and not isinstance(linear_solver, LinearSolver):
-            raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {linear_solver!r}.")
+        check_count("control_dim", control_dim)
+        check_solver(solver)
+        check_linear_solver(linear_solver)
         if bounds is not None:
             check_bounds(bounds, finite=False)
         check_policy(on_failure)
@@ -115,7 +103,7 @@ class MPC(Reporting):
 
     @horizon.setter
     def horizon(self, number: int) -> None:
-        _check_count("horizon", number)
+        check_count("horizon", number)
         self._horizon = number
 
     @eager
@@ -179,8 +167,7 @@ class MPC(Reporting):
         if not callable(true_dynamics):
             raise TypeError(f"true_dynamics must be callable, got {type(true_dynamics).__name__}.")
         _check_order("true_dynamics", true_dynamics)
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
+        check_count("steps", steps)
         _check_state(x0, "x0")
         self.reset()
         single = x0.dim() == 1
@@ -242,11 +229,6 @@ def _check_state(x: Any, name: str = "x_obs") -> None:
         raise TypeError(f"{name} must be float32 or float64 to plan with, got {x.dtype}: use {name}.float().")
     if x.is_meta:
         raise ValueError(f"{name} must hold numbers, got a tensor on the device meta.")
-
-
-def _check_count(name: str, number: Any) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {number!r}.")
 
 
 def _check_order(name: str, function: Any) -> None:

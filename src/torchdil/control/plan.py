@@ -9,7 +9,7 @@ ones solve a problem of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,18 @@ from torchdil.solvers.bounds import rows_of
 Dynamics = Callable[[Tensor, Tensor], Tensor]
 Cost = Callable[[Tensor, Tensor], Tensor]
 Terminal = Callable[[Tensor], Tensor]
+
+
+class Rollout(NamedTuple):
+    """A closed loop.
+
+    Attributes:
+        states: x_0 .. x_T, (*batch, T + 1, n).
+        controls: u_0 .. u_{T-1}, (*batch, T, m).
+    """
+
+    states: Tensor
+    controls: Tensor
 
 
 class Plan(nn.Module):

@@ -9,7 +9,7 @@ a block factorisation of H: it is positive definite exactly where every U_t is. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torchdil import batch
 from torchdil.control.expansion import Expansion, expand
 from torchdil.control.plan import Plan
+from torchdil.control.shapes import apply, symmetric
 from torchdil.linear import Auto
 from torchdil.linear.auto import combine
 from torchdil.linear.base import LinearSolver
@@ -51,13 +52,21 @@ class Factors:
 
     def feed_forward(self, r: Tensor) -> Tensor:
         """k with du_t = k_t - K_t dx_t, (B, H, m)."""
+        return torch.stack([apply(inverse, q) for inverse, q in zip(self.inverse, self._reduced(r), strict=True)], dim=1)
+
+    def unserved(self, r: Tensor) -> Tensor:
+        """What of r a singular U_t cannot serve, (B, H, m)."""
+        each = zip(self.U, self.inverse, self._reduced(r), strict=True)
+        return torch.stack([q - apply(U, apply(inverse, q)) for U, inverse, q in each], dim=1)
+
+    def _reduced(self, r: Tensor) -> list[Tensor]:
+        """What is left for each U_t to solve for when the later controls are eliminated, (B, m) each, t = 0..H-1."""
         A, B = self.local.A, self.local.B
-        p, k = torch.zeros_like(self.local.x[:, 0]), []
+        p, found = torch.zeros_like(self.local.x[:, 0]), list[Tensor]()
         for t in reversed(range(r.shape[1])):
-            q = r[:, t] + apply(B[:, t].mT, p)
-            k.append(apply(self.inverse[t], q))
-            p = apply(A[:, t].mT, p) - apply(self.K[t].mT, q)
-        return torch.stack(k[::-1], dim=1)
+            found.append(r[:, t] + apply(B[:, t].mT, p))
+            p = apply(A[:, t].mT, p) - apply(self.K[t].mT, found[-1])
+        return found[::-1]
 
 
 def roll(local: Expansion, K: list[Tensor], k: Tensor) -> Tensor:
@@ -92,7 +101,7 @@ class Riccati(LinearSolver):
     only = "plan"
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
-        otherwise = Auto(self.rtol, self.atol, self.max_steps, self.damping)
+        otherwise = Auto(**{f.name: getattr(self, f.name) for f in fields(LinearSolver)})
         if operator.bound is None:
             return otherwise.solve(operator, rhs, start, transpose=transpose)
         factors, system = self._factors(operator), self.system(operator, True)
@@ -102,7 +111,7 @@ class Riccati(LinearSolver):
         definite = bool(factors.positive.all())
         unserved = torch.zeros_like(allowed, dtype=torch.bool)
         if not definite:  # a control without influence cannot serve a loss that asks for it
-            left = batch.norm(_left(factors, rhs.unflatten(1, shape)).flatten(1))
+            left = batch.norm(factors.unserved(rhs.unflatten(1, shape)).flatten(1))
             unserved = left > torch.finfo(rhs.dtype).eps ** 0.5 * batch.norm(rhs)
         if not bool((unserved | (batch.norm(r) <= allowed)).all()):  # one step of iterative refinement
             refined = value + factors.solve(r.unflatten(1, shape)).flatten(1)
@@ -169,15 +178,13 @@ def _recursion(local: Expansion, damping: float, cautious: bool) -> Factors:
     inverses, gains, Us = [], [], []
     for t in reversed(range(R.shape[1])):
         PB = P @ B[:, t]
-        U = R[:, t] + B[:, t].mT @ PB + damped
-        U = 0.5 * (U + U.mT)
+        U = symmetric(R[:, t] + B[:, t].mT @ PB + damped)
         inverse, fine = invert(U, size, cautious)
         K = inverse @ (M[:, t] + PB.mT @ A[:, t])
         # In this form P stays what it is by definition also where U is singular.
         AK = A[:, t] - B[:, t] @ K
         cross = K.mT @ M[:, t]
-        P = Q[:, t] - cross - cross.mT + K.mT @ (R[:, t] + damped) @ K + AK.mT @ P @ AK
-        P = 0.5 * (P + P.mT)
+        P = symmetric(Q[:, t] - cross - cross.mT + K.mT @ (R[:, t] + damped) @ K + AK.mT @ P @ AK)
         positive = positive & fine
         inverses.append(inverse)
         gains.append(K)
@@ -221,19 +228,3 @@ def size_of(local: Expansion) -> Tensor:
         return a.abs().flatten(1).amax(dim=1)
 
     return largest(local.R) + largest(local.B).square() * torch.maximum(largest(local.Q), largest(local.P))
-
-
-def _left(factors: Factors, r: Tensor) -> Tensor:
-    """What of r a singular U_t cannot serve, (B, H, m)."""
-    A, B = factors.local.A, factors.local.B
-    p, left = torch.zeros_like(factors.local.x[:, 0]), []
-    for t in reversed(range(r.shape[1])):
-        q = r[:, t] + apply(B[:, t].mT, p)
-        left.append(q - apply(factors.U[t], apply(factors.inverse[t], q)))
-        p = apply(A[:, t].mT, p) - apply(factors.K[t].mT, q)
-    return torch.stack(left[::-1], dim=1)
-
-
-def apply(A: Tensor, x: Tensor) -> Tensor:
-    """(B, p, k), (B, k) -> (B, p)."""
-    return (A @ x.unsqueeze(2)).squeeze(2)

@@ -1,4 +1,7 @@
-"""What the matrices of linear systems must look like; bad input gets one sentence that names the argument."""
+"""What the matrices of linear systems must look like, and what is done with all of them.
+
+Bad input gets one sentence that names the argument.
+"""
 
 from __future__ import annotations
 
@@ -51,3 +54,8 @@ def broadcast(name: str, shape: torch.Size, own: torch.Size) -> torch.Size:
 def symmetric(a: Tensor) -> Tensor:
     """The symmetric part of matrices, all of them that a quadratic form knows."""
     return 0.5 * (a + a.mT)
+
+
+def apply(A: Tensor, x: Tensor) -> Tensor:
+    """A x, (..., p, k), (..., k) -> (..., p)."""
+    return (A @ x.unsqueeze(-1)).squeeze(-1)

@@ -29,7 +29,7 @@ from torchdil.solution import Result, Stats, Status
 _MOST_DOUBLINGS = 40
 # Doublings between two looks at the powers of M on an accelerator, where each look is a synchronisation; and before the first,
 # which are one CUDA graph.
-LOOK_EVERY = 3
+_LOOK_EVERY = 3
 AT_ONCE = 9
 
 
@@ -105,7 +105,7 @@ class Loop:
         """X, (B, n, n), which samples the sum converged for, (B,), and how many doublings were made."""
         shrink = 1 / (1 + self.damping)
         X, M = (Y * shrink, self.M * math.sqrt(shrink)) if self.damping else (Y, self.M)
-        every = 1 if Y.device.type == "cpu" else LOOK_EVERY
+        every = look_every(Y.device)
         small, taken = torch.finfo(Y.dtype).eps ** 0.5, 0
         if Y.is_cuda and self.most > AT_ONCE:
             (X, M), taken = Compiled(_doublings, None, _doublings)(X, M), AT_ONCE
@@ -147,9 +147,14 @@ def _doublings(X: Tensor, M: Tensor) -> tuple[Tensor, Tensor]:
     return X, M
 
 
+def look_every(device: torch.device) -> int:
+    """After how many doublings it is worth a look at what they have led to."""
+    return 1 if device.type == "cpu" else _LOOK_EVERY
+
+
 def is_stable(M: Tensor) -> Tensor:
     """Which matrices have all eigenvalues inside the unit circle, (B,): a power of theirs is less than 1."""
-    every = 1 if M.device.type == "cpu" else LOOK_EVERY
+    every = look_every(M.device)
     if M.is_cuda:
         (M,) = Compiled(_powers, None, _powers)(M)
     for step in range(_MOST_DOUBLINGS):

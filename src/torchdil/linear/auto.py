@@ -22,6 +22,7 @@ from torchdil.linear.gmres import GMRES
 from torchdil.linear.minres import MINRES
 from torchdil.linear.spectrum import Either
 from torchdil.operator import Operator
+from torchdil.settings import check_count
 from torchdil.solution import Result, Stats, Status
 
 # One problem is solved directly up to so many unknowns, a batch while all of J is at most so many numbers.
@@ -38,10 +39,11 @@ def direct_pays(samples: int, n: int, beside_cg: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class Auto(LinearSolver):
-    """Chooses by the size and the symmetry of J, and goes on where a method cannot.
+    """Chooses a method by the size and the symmetry of J, and has another go on where that one fails.
 
-    Small n: `Dense`. Else, J symmetric: `CG`, then `MINRES` for samples with negative curvature or a singular J, or that are
-    stuck; J not symmetric: `GMRES`, then `BiCGStab` for samples that are left. The report names what was used.
+    Where n is small it is `Dense`. Where it is not: for a symmetric J `CG`, then `MINRES` for the samples that have negative
+    curvature or a singular J, or that are stuck; for any other J `GMRES`, then `BiCGStab` for the samples that are not solved
+    yet. The report names what was used.
 
     Attributes:
         dense_below: solve directly up to this n, whatever the batch; None: up to 128 where B n² <= 2¹⁸,
@@ -55,8 +57,7 @@ class Auto(LinearSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dense_below is not None and self.dense_below < 0:
-            raise ValueError(f"dense_below must be at least 0, got {self.dense_below!r}.")
+        check_count("dense_below", self.dense_below, 0, optional=True)
 
     def at_once(self, operator: Operator, transpose: bool, expected: int) -> AtOnce | None:
         krylov = CG if operator.symmetric else GMRES

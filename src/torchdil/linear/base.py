@@ -20,6 +20,7 @@ from torchdil import batch
 from torchdil.linearize import Bound
 from torchdil.operator import KEPT, STRATEGIES, Operator, Product
 from torchdil.progress import Progress
+from torchdil.settings import check_count, check_number
 from torchdil.solution import Evidence, Result, Spectrum, Stats, Status
 
 # ‖A‖ ‖x‖ / ‖rhs‖ beyond which the x of a failed solve is the noise of a singular A, not a part of a solution.
@@ -60,7 +61,8 @@ class LinearSolver(ABC):
     """Base of the linear solvers.
 
     Attributes:
-        rtol: stop a sample when ‖rhs - A x‖ <= rtol ‖rhs‖; None: 1e-10 in float64, 1e-5 in float32.
+        rtol: stop a sample when ‖rhs - A x‖ <= rtol ‖rhs‖; None: 1e-10 in float64, 1e-5 in float32, 1e-2 in half
+            precision.
         atol: or when ‖rhs - A x‖ <= atol.
         max_steps: the most iterations; None: 10 n + 50, but not over 1000.
         damping: ε; A = J + εI (Jᵀ + εI when transposed), the same in every solver.
@@ -80,12 +82,10 @@ class LinearSolver(ABC):
     product: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("rtol", "atol", "damping"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, str) or not value >= 0):
-                raise ValueError(f"{name} must be a number >= 0, got {value!r}.")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ValueError(f"max_steps must be at least 1, got {self.max_steps!r}.")
+        check_number("rtol", self.rtol, least=0, optional=True)
+        check_number("atol", self.atol, least=0)
+        check_count("max_steps", self.max_steps, optional=True)
+        check_number("damping", self.damping, least=0)
         if self.product not in STRATEGIES:
             raise ValueError(f"product must be one of {', '.join(map(repr, STRATEGIES))}, got {self.product!r}.")
         usable = callable(self.preconditioner) or hasattr(self.preconditioner, "build")

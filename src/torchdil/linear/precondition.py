@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.operator import Operator
+from torchdil.settings import check_count
 
 Preconditioner = Callable[[Tensor], Tensor]
 
@@ -41,8 +42,7 @@ class Jacobi:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise ValueError(f"samples must be at least 1, got {self.samples!r}.")
+        check_count("samples", self.samples)
 
     def build(self, operator: Operator, transpose: bool, damping: float) -> Preconditioner:
         diagonal = operator.diagonal() if operator.shape[1] <= _EXACT_BELOW else self._estimate(operator)
@@ -79,8 +79,7 @@ class Nystrom:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, got {self.rank!r}.")
+        check_count("rank", self.rank)
 
     def build(self, operator: Operator, transpose: bool, damping: float) -> Preconditioner:
         if not operator.symmetric:
@@ -123,8 +122,7 @@ class SecantMemory:
     history: int = 10
 
     def __post_init__(self) -> None:
-        if self.history < 1:
-            raise ValueError(f"history must be at least 1, got {self.history!r}.")
+        check_count("history", self.history)
 
     def build(self, operator: Operator, transpose: bool, damping: float) -> Preconditioner:
         pairs: list[tuple[Tensor, Tensor, Tensor]] = []

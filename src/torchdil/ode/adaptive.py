@@ -8,7 +8,6 @@ like any other (`torchdil.ode.trajectory`) and is attached as one; an output ins
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torchdil.ode.equation import Equation, Options
 from torchdil.ode.fixed import structured_solver
 from torchdil.ode.held import Held
 from torchdil.ode.methods import Method
-from torchdil.ode.newton import SimplifiedNewton
+from torchdil.ode.newton import OdeSolver, SimplifiedNewton
 from torchdil.ode.outputs import accepted, outputs
 from torchdil.ode.walk import Tolerances, Walk
 from torchdil.problem import Problem
@@ -33,7 +32,7 @@ def adaptive(
     method: Method,
     options: Options,
     tolerances: Tolerances,
-    solver: Any,
+    solver: OdeSolver | None,
     linear_solver: LinearSolver | None,
     on_failure: str,
     report: Report,
@@ -56,12 +55,12 @@ def adaptive(
         grid = grid[int(walk.accepted.argmax())] if common else grid
     first = equation.t[0].double()
     times = grid + (first - first.detach())  # the whole grid moves with t[0]
-    statement = Held(method, equation.layout, evaluate, rows.shape[1], tolerances)
+    statement = Held(method, equation.layout, evaluate, rows.shape[1])
     args = (equation.y0, times)
     structured = structured_solver(statement, equation.func, args, linear_solver)
     found = Found(answer=walk.result(rows), accept=accepted(tolerances, rows.dtype))
     setting = Setting(statement, equation.func, found, structured, on_failure, report, calls=walk.calls)
-    y = setting.attached(rows.reshape(*equation.layout.batch_shape, rows.shape[1:].numel()), args)
+    y = setting.attached(statement.layout.unravel(rows.flatten(1)), args)
     return outputs(equation, statement, statement.view(y), times, walk.reached, tolerances, linear_solver, on_failure, report)
 
 

@@ -21,7 +21,7 @@ from torchdil.ode.adjoint import Adjoint, Backward, Past, WayBack
 from torchdil.ode.boundary import boundary
 from torchdil.ode.equation import Equation, Options
 from torchdil.ode.methods import Method
-from torchdil.ode.newton import SimplifiedNewton
+from torchdil.ode.newton import OdeSolver, SimplifiedNewton
 from torchdil.ode.outcomes import together
 from torchdil.ode.walk import Tolerances, Walk
 from torchdil.solution import Outcome, Report, Status
@@ -32,7 +32,7 @@ def adaptive_adjoint(
     method: Method,
     options: Options,
     tolerances: Tolerances,
-    solver: Any,
+    solver: OdeSolver | None,
     linear_solver: LinearSolver | None,
     on_failure: str,
     report: Report,
@@ -71,7 +71,7 @@ class _AdaptiveBackward(Backward):
             equation = Equation(call, state, past.times[[n, n - 1]], both)
             evaluate, common = equation.field_for_each()
             with torch.no_grad():
-                newton = self.solver or SimplifiedNewton()
+                newton = self.solver if isinstance(self.solver, SimplifiedNewton) else SimplifiedNewton()
                 walk = Walk(equation, past.method, evaluate, self.tolerances, self.options, newton, common)
                 walk.run()
                 ends, rows = walk.path()

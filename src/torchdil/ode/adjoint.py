@@ -25,14 +25,16 @@ from torchdil.ode.bidiagonal import Bidiagonal
 from torchdil.ode.boundary import boundary, check_complete
 from torchdil.ode.called import called, changed
 from torchdil.ode.equation import Equation, Grid
-from torchdil.ode.field import Call, Field
+from torchdil.ode.field import Field
 from torchdil.ode.fixed import fixed_grid, structured_solver
 from torchdil.ode.march import Marching
 from torchdil.ode.methods import Method
+from torchdil.ode.newton import OdeSolver
 from torchdil.ode.outcomes import first_failed, improved, together
 from torchdil.ode.sequential import Sequential
 from torchdil.ode.trajectory import Trajectory
 from torchdil.operator import Operator
+from torchdil.problem import Call
 from torchdil.solution import Outcome, Report, Status, handle_failure, mask_failed
 from torchdil.solve import Setting
 from torchdil.solvers import Newton
@@ -46,7 +48,7 @@ def adjoint_grid(
     equation: Equation,
     method: Method,
     grid: Grid,
-    solver: Any,
+    solver: OdeSolver | None,
     linear_solver: LinearSolver | None,
     on_failure: str,
     report: Report,
@@ -157,7 +159,7 @@ class Backward:
     """The backward integration."""
 
     past: Past
-    solver: Any
+    solver: OdeSolver | None
     linear_solver: LinearSolver | None
     on_failure: str
     report: Report
@@ -168,13 +170,13 @@ class Backward:
         past, policy = self.past, self.on_failure
         past.revive()
         v = torch.where(past.lost[:, None, None], torch.nan, v)
-        v = mask_failed(v.flatten(1), past.failed, policy).view_as(v)
+        v = mask_failed(v, past.failed, policy)
         way = self.integrate(v)
         self.report.backward = self.report.outcome(*way.outcome)
         failed = handle_failure("backward", self.report.backward, policy, self.report).reshape(-1)
         lost = way.outcome.status == Status.non_finite
         a = torch.where(lost[:, None, None], torch.nan, torch.cat((way.stages, way.end.unsqueeze(1)), dim=1))
-        a = mask_failed(a.flatten(1), failed, policy).view_as(a)
+        a = mask_failed(a, failed, policy)
         stages, end = a[:, :-1], a[:, -1]
         weights = -way.lengths.unsqueeze(-1) * stages
         check_complete(way.slopes, way.leaf, tensors, 'gradient="adjoint"')
@@ -258,7 +260,7 @@ def _interpolated(past: Past, times: Tensor) -> Tensor:
     return values + h * (x * (1 - x) ** 2 * change[:, :-1] + x**2 * (x - 1) * change[:, 1:])
 
 
-def _reversed(past: Past, solver: Any) -> tuple[Tensor, Outcome]:
+def _reversed(past: Past, solver: OdeSolver | None) -> tuple[Tensor, Outcome]:
     """y integrated backwards from each output to the one before: its stages (B, N, s, D), in the order of the steps."""
     method, func, device = past.method, past.equation.func, past.times.device
     counts = torch.tensor([-1, *past.ends], device="cpu").diff().flip(0)

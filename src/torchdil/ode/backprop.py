@@ -18,6 +18,7 @@ from torchdil.live import TimeTable, asked, showing
 from torchdil.modes import full_precision, observed_by, transforms_active
 from torchdil.ode.equation import Equation, Grid
 from torchdil.ode.methods import Method
+from torchdil.ode.newton import OdeSolver
 from torchdil.ode.outcomes import together
 from torchdil.ode.trajectory import Trajectory
 from torchdil.problem import Problem
@@ -31,11 +32,14 @@ _UNROLLED = (Newton, Picard, Anderson, Broyden, GradientDescent, LBFGS)
 _FURTHER = 2
 
 
-def unrolled_grid(equation: Equation, method: Method, grid: Grid, solver: Any, on_failure: str, report: Report) -> Tensor:
+def unrolled_grid(
+    equation: Equation, method: Method, grid: Grid, solver: OdeSolver | None, on_failure: str, report: Report
+) -> Tensor:
     """The states at the outputs, (B, T, D), with the graph of the steps that led there."""
     if transforms_active():
         raise RuntimeError('gradient="backprop" cannot be used inside torch.func transforms: use gradient="ift".')
-    if not isinstance(solver or Newton(), _UNROLLED):
+    solver = Newton() if solver is None else solver
+    if not isinstance(solver, _UNROLLED):
         names = ", ".join(kind.__name__ for kind in _UNROLLED)
         raise TypeError(f'solver must be one of {names} with gradient="backprop", got {solver!r}.')
     statement = Trajectory(method, equation.layout, equation.field(), 1)
@@ -44,7 +48,7 @@ def unrolled_grid(equation: Equation, method: Method, grid: Grid, solver: Any, o
     table = TimeTable("backprop: ode", "‖F‖, worst") if asked() else None
     with full_precision(equation.start), observed_by(None), showing(False if table is not None else None):
         for n in range(last + 1):
-            rows, outcome = step(statement, equation, states[-1], grid.times[n : n + 2], solver or Newton())
+            rows, outcome = step(statement, equation, states[-1], grid.times[n : n + 2], solver)
             states.append(rows[:, -1])
             outcomes.append(outcome)
             if table is not None:
@@ -57,7 +61,7 @@ def unrolled_grid(equation: Equation, method: Method, grid: Grid, solver: Any, o
     ends = range(len(states) - 1) if grid.ends is None else grid.ends
     found = torch.stack([states[0], *(states[end + 1] for end in ends)], dim=1)
     if found.requires_grad and on_failure in ("zero", "nan"):
-        found.register_hook(lambda v: mask_failed(v.flatten(1), failed, on_failure).view_as(v))
+        found.register_hook(lambda v: mask_failed(v, failed, on_failure))
     return found
 
 

@@ -17,6 +17,7 @@ from torchdil.batch import Layout
 from torchdil.compiled import memory
 from torchdil.modes import observed_by, plain_saving, transforms_active, uncompiled
 from torchdil.ode.field import Field, field_of
+from torchdil.settings import check_count
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,8 @@ class Options:
             size = getattr(self, name)
             if size is not None and not (isinstance(size, (int, float)) and math.isfinite(size) and size != 0):
                 raise ValueError(f"{name} must be a finite number other than 0, got {size!r}.")
-        for name in ("substeps", "max_steps"):
-            count = getattr(self, name)
-            if count is not None and not (isinstance(count, int) and count >= 1):
-                raise ValueError(f"{name} must be an integer >= 1, got {count!r}.")
+        check_count("substeps", self.substeps, optional=True)
+        check_count("max_steps", self.max_steps)
         if self.step_size is not None and self.substeps is not None:
             raise ValueError("options may hold step_size or substeps, not both.")
         if not isinstance(self.checkpoint, (bool, int)) or self.checkpoint < 0:
@@ -127,6 +126,10 @@ class Equation:
     def start(self) -> Tensor:
         """y0 as a (B, D) matrix."""
         return self.layout.ravel(self.y0)
+
+    def first_slope(self, y: Tensor) -> Tensor:
+        """f at the first of the times and y (B, D), as a matrix."""
+        return self.layout.ravel(self.func(self.t.detach()[0].to(y.dtype), self.layout.unravel(y)))
 
     def outputs(self, states: Tensor) -> Any:
         """States (B, T, D) as (T, *y0.shape), in the structure of y0."""

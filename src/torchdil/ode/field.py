@@ -29,8 +29,8 @@ from torchdil import batch
 from torchdil.batch import Layout
 from torchdil.compiled import memory
 from torchdil.modes import no_tangents, plain_saving, saving_hooked, transforms_active
+from torchdil.problem import Call
 
-Call = Callable[..., Any]
 # Verdicts are looked at again after every so many solves.
 _EVERY = 50
 

@@ -18,7 +18,7 @@ from torchdil.ode.equation import Equation, Grid
 from torchdil.ode.krylov import Block, at_hand
 from torchdil.ode.march import Marching
 from torchdil.ode.methods import Method
-from torchdil.ode.newton import SimplifiedNewton
+from torchdil.ode.newton import OdeSolver
 from torchdil.ode.sequential import Sequential
 from torchdil.ode.trajectory import Trajectory, sizes
 from torchdil.ode.whole import Linearised, WholeTrajectory
@@ -33,7 +33,7 @@ def fixed_grid(
     equation: Equation,
     method: Method,
     grid: Grid,
-    solver: Solver | Callable[..., Any] | None,
+    solver: OdeSolver | None,
     linear_solver: LinearSolver | None,
     on_failure: str,
     report: Report,
@@ -67,8 +67,6 @@ def structured_solver(
     None and `Auto`: direct for blocks that can be formed, else GMRES for one step after another. `Dense`: direct. Others: one
     step after another.
     """
-    if given is not None and not isinstance(given, LinearSolver):
-        raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {given!r}.")
     steps, rows = statement.steps, len(statement.method.rows)
     asked = given if given is not None else Auto()
     small = statement.fits or fast is not None
@@ -104,10 +102,8 @@ def _linearised(statement: Trajectory, equation: Equation, times: Tensor) -> Lin
     return found if found.pays else None
 
 
-def _forward(marching: Marching, solver: Any, linearised: Linearised | None) -> Solver:
+def _forward(marching: Marching, solver: OdeSolver | None, linearised: Linearised | None) -> Solver:
     """The solver of the trajectory that goes with what was asked for."""
-    if isinstance(solver, type) or not (solver is None or isinstance(solver, (Solver, SimplifiedNewton)) or callable(solver)):
-        raise TypeError(f"solver must be a torchdil solver such as Newton() or a callable (fn, y0) -> y, got {solver!r}.")
     if isinstance(solver, WholeTrajectory):
         return replace(solver, linearised=linearised, fallback=marching)
     at_once = transforms_active() if linearised is None else not (linearised.large and linearised.on_cpu)

@@ -6,6 +6,7 @@ The residual at the answer does not always show it: with adaptive steps as much 
 from __future__ import annotations
 
 import warnings
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,40 +28,48 @@ _EVERY = 50
 _DIGITS = 4
 
 
-def flaw(equation: Equation, adaptive: bool) -> str:
-    """What is wrong with f, as a part of a sentence; empty where nothing is seen."""
+class Flaw(NamedTuple):
+    """What is wrong with f.
+
+    Attributes:
+        text: what to say of it, as a part of a sentence.
+        random: whether it is that f is random, so that no solve of it can be made sense of.
+    """
+
+    text: str
+    random: bool = False
+
+
+def flaw(equation: Equation, adaptive: bool) -> Flaw | None:
+    """What is wrong with f; None where nothing is seen."""
     if transforms_active():  # no values to compare
-        return ""
+        return None
     func = equation.func
     training = tuple([part.training for part in func.modules()]) if isinstance(func, nn.Module) else ()
     key, known = ("flaw", equation.layout.batch_shape, equation.layout.shapes, training), memory(func)
-    mixing, calls = known.get(key, ("", 0))
+    mixing: Flaw | None
+    mixing, calls = known.get(key, (None, 0))
     thorough = calls % _EVERY == 0
-    seen = _seen(equation, adaptive, thorough) if adaptive or thorough else ""
-    random = seen == is_random("func")
+    seen = _seen(equation, adaptive, thorough) if adaptive or thorough else None
+    random = seen is not None and seen.random
     if thorough and not random:
         mixing = seen
     known[key] = mixing, calls + (not random)
-    return seen or str(mixing)
+    return mixing if seen is None else seen
 
 
-def _seen(equation: Equation, adaptive: bool, thorough: bool) -> str:
-    layout, y = equation.layout, equation.start.detach()
-    t = equation.t.detach()[0].to(y.dtype)
-
-    def f(y: Tensor) -> Tensor:
-        return layout.ravel(equation.func(t, layout.unravel(y)))
-
+def _seen(equation: Equation, adaptive: bool, thorough: bool) -> Flaw | None:
+    y, f = equation.start.detach(), equation.first_slope
     thorough = thorough and len(y) > 1
     if not (adaptive or thorough):
-        return ""
+        return None
     with torch.no_grad(), no_tangents(), plain_saving(), observed_by(None):
         value = f(y)
         # An integration with steps that no error can be made small for takes all steps that it may.
         if adaptive and not same(f(y), value):
-            return is_random("func")
+            return Flaw(is_random("func"), random=True)
         if not thorough:
-            return ""
+            return None
         size = y.abs().nan_to_num(0.0, 0.0, 0.0).amax()
         away = (size + (size == 0)) * torch.linspace(0.5, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
         even = torch.arange(len(y), device=y.device) % 2 == 0
@@ -70,20 +79,15 @@ def _seen(equation: Equation, adaptive: bool, thorough: bool) -> str:
             except Exception:  # a function may refuse the points that are tried here
                 continue
             if not same(others, value[~moved]) and same(f(y), value):
-                return mixes_samples("func", "ode")
-    return ""
+                return Flaw(mixes_samples("func", "ode"))
+    return None
 
 
 def look_at_slope(equation: Equation, on_failure: str) -> None:
     """Tell, at the first call with f, if its derivative is not its slope: a step of an implicit method hides much of that."""
     if transforms_active():
         return
-    t, layout = equation.t.detach()[0].to(equation.start.dtype), equation.layout
-
-    def f(y: Tensor) -> Tensor:
-        return layout.ravel(equation.func(t, layout.unravel(y)))
-
-    look_once(Problem("ode", False, f), equation.start.detach(), equation.func, "func", on_failure)
+    look_once(Problem("ode", False, equation.first_slope), equation.start.detach(), equation.func, "func", on_failure)
 
 
 def warn_of_rounded_times(equation: Equation, steps: int) -> None:
@@ -124,5 +128,5 @@ def unsolved(cause: str, states: Tensor, on_failure: str, report: Report) -> Ten
     report.forward = report.forward._replace(status=torch.full_like(status, int(Status.not_stationary)))
     if states.requires_grad and on_failure in ("zero", "nan"):
         states = states.clone()
-        states.register_hook(lambda v: mask_failed(v.flatten(1), failed, on_failure).view_as(v))
+        states.register_hook(lambda v: mask_failed(v, failed, on_failure))
     return states

@@ -24,9 +24,7 @@ from torch import Tensor
 from torchdil.linear import Auto
 from torchdil.modes import no_tangents, observed_by, plain_saving
 from torchdil.ode.interpolant import Interpolant
-from torchdil.ode.methods import Method
 from torchdil.ode.outputs import Estimated
-from torchdil.ode.walk import Tolerances
 from torchdil.operator import Operator
 from torchdil.problem import Call
 from torchdil.solution import GRID_ERROR, ConvergenceError, ConvergenceWarning, Report, user_frame, which
@@ -38,15 +36,7 @@ _STEPS = 10
 
 
 class Held(Estimated):
-    """A trajectory on the grid that adaptive steps have left.
-
-    Args:
-        tolerances: of the integration; the others: see `Trajectory`.
-    """
-
-    def __init__(self, method: Method, state: Any, field: Any, steps: int, tolerances: Tolerances):
-        super().__init__(method, state, field, steps)
-        self.tolerances = tolerances
+    """A trajectory on the grid that adaptive steps have left."""
 
     def look_back(self, operator: Operator, rhs: Tensor, g: Tensor, report: Report, on_failure: str) -> None:
         if bool(self.view(rhs)[:, :, :-1].any()):  # a derivative of higher order, which depends on stages, too
@@ -109,14 +99,12 @@ class Held(Estimated):
         middle = (times[..., 1:] + times[..., :-1]) / 2
         grid = torch.cat((times[..., :1], torch.stack((middle, times[..., 1:]), dim=-1).flatten(-2)), dim=-1)
         with torch.no_grad():
-            c = self.method.tensors(y)[1]
-            c = c if len(c) == y.shape[2] else torch.nn.functional.pad(c, (0, 1), value=1.0)
+            c = torch.tensor(self.method.places, dtype=y.dtype, device=y.device)
             at = torch.cat((c / 2, (1 + c) / 2)).expand(*y.shape[:2], -1)
             start = Interpolant(self.method).at(at, self.previous(y, self.state.ravel(y0)), y)
         linear = statement.direct() or Auto()
         setting = Setting(statement, call, Newton(max_steps=_STEPS, linear_solver=linear), linear, "raise", Report())
-        unknown = start.reshape(*self.state.batch_shape, start.shape[1:].numel())
-        return statement.view(setting.attached(unknown, (y0, grid)))[:, 1::2, -1]
+        return statement.view(setting.attached(statement.layout.unravel(start.flatten(1)), (y0, grid)))[:, 1::2, -1]
 
 
 def _from_the_end(a: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class Interpolant:
     """
 
     def __init__(self, method: Method):
-        c = (*method.c, 1.0)[: len(method.rows)]
+        c = method.places
         self._which = [len(c) - 1]
         places = [1.0]
         for i, ci in enumerate(c[:-1]):
@@ -55,7 +55,7 @@ def _coefficients(places: tuple[float, ...], dtype: torch.dtype, device: torch.d
         return torch.tensor(np.linalg.inv(np.vander(places, increasing=True)), dtype=dtype, device=device)
 
 
-def stages_apart(method: Method, places: list[Place]) -> list[Any]:
+def guess_in_turn(method: Method, places: list[Place]) -> list[Any]:
     """For each stage: the slopes of this step in it, those of past steps and of this one in its guess, with their weights.
 
     The slope of the stage is guessed by the polynomial through the last slopes before it.
@@ -74,7 +74,7 @@ def stages_apart(method: Method, places: list[Place]) -> list[Any]:
     return plan
 
 
-def stages_coupled(method: Method, places: list[Place]) -> Any:
+def guess_coupled(method: Method, places: list[Place]) -> Any:
     """Which slopes of past steps the guess is made of, and their weights in each stage, (s, ·): the polynomial, integrated."""
     points = places[-max(POINTS, method.stages) :]
     # Gauss' rule with as many nodes as points is exact.

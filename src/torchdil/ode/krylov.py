@@ -24,18 +24,20 @@ from torchdil.ode.field import Field
 from torchdil.operator import Operator
 from torchdil.solution import Result, Stats
 
-# The most steps of so many solves are taken; so many more than needed are no reason to compile anew, ...
+# A compiled solve takes a fixed number of steps: the most that any of the last `_RECENT` solves needed. Where that falls, the
+# number stays as long as it is no more than `_SPARE` above it.
 _RECENT, _SPARE = 100, 2
-# ... which takes half a second: so many solves must have gone by since the number has changed.
-_PATIENCE = 100
+# Compiling takes half a second: it must be worth it, so the number has to have been right for so many solves. In the call in
+# which a function is first met it takes `_AT_FIRST` times as many: the function may be made anew for each call.
+_PATIENCE, _AT_FIRST = 100, 10
+# Once in so many solves the answer of compiled code is checked by a product of autograd's.
 _CHECKED_EVERY = 10
-# On a CPU, beyond so many numbers in a vector, Python's part in a solve is small, and a good guess is worth more.
+# On a CPU, only vectors of up to so many numbers are solved with by compiled code. What that saves is Python's part in a solve,
+# which is small for larger ones; and it cannot begin from a guess, as a solve step by step can.
 _SMALL = 2**15
-# How far above its tolerance a residual may be that was worked out in another way, and where rounding has a part in it: where
-# the tolerance is so many roundings.
+# In that check, how many times its tolerance the residual may be, since other operations make it; and how many times where the
+# tolerance is no more than `_ROUNDINGS` roundings of the right-hand side, so that rounding is a part of what is compared.
 _SLACK, _SLACK_OF_ROUNDING, _ROUNDINGS = 1.5, 10.0, 1e4
-# Compiling in the very first call of a function, which may be made anew for each, needs so many times as much patience.
-_AT_FIRST = 10
 
 
 def at_hand(f: Field) -> bool:

@@ -20,7 +20,7 @@ from torchdil.linear import Auto
 from torchdil.linear.base import LinearSolver
 from torchdil.live import TimeTable, asked, showing
 from torchdil.ode.bidiagonal import Bidiagonal
-from torchdil.ode.newton import SimplifiedNewton, unknowns, worth_a_try
+from torchdil.ode.newton import OdeSolver, SimplifiedNewton, unknowns, worth_a_try
 from torchdil.ode.step import StepSolver
 from torchdil.ode.trajectory import Trajectory
 from torchdil.problem import Call, Problem
@@ -53,7 +53,7 @@ class Marching(Solver):
     """
 
     statement: Trajectory = field(kw_only=True)
-    inner: SimplifiedNewton | Solver | Callable[..., Any] | None = None
+    inner: OdeSolver | None = None
     linear: LinearSolver | None = None
     owner: Any = None
 
@@ -272,7 +272,7 @@ class _March:
 
     def _rescue(self, n: int, tolerance: Tensor, failed: Tensor, found: Tensor, damped: bool) -> Tensor:
         """The rows of step n, (B, m, D), with those of the failed samples by damped Newton, from better and better starts."""
-        m, c = len(self.method.rows), (*self.method.c, 1.0)[: len(self.method.rows)]
+        m = len(self.method.rows)
         begin, end = self.times[..., n : n + 1], self.times[..., n + 1 : n + 2]
         status = torch.full_like(self.status, int(Status.max_steps))
         for pieces in _PIECES if damped else ():
@@ -293,7 +293,7 @@ class _March:
                     way.append(batch.select(batch.finite(part.value), part.value, way[-1].repeat(1, m))[:, -self.y.shape[1] :])
                     going = going & (part.status == Status.converged)
             starts = []
-            for place in c:
+            for place in self.method.places:
                 k = min(int(place * (len(way) - 1)), len(way) - 2)
                 starts.append(way[0] if len(way) == 1 else torch.lerp(way[k], way[k + 1], place * (len(way) - 1) - k))
             result = self._damped(self.y, self.times[..., n : n + 2], torch.cat(starts, dim=1), tolerance, failed)

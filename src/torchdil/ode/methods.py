@@ -94,6 +94,11 @@ class Method(ABC):
         return self.A if self.stiffly_accurate else (*self.A, self.b)
 
     @property
+    def places(self) -> tuple[float, ...]:
+        """Where in the step the rows belong to: c, and 1 for the next state."""
+        return (*self.c, 1.0)[: len(self.rows)]
+
+    @property
     def explicit(self) -> bool:
         """Whether no stage depends on itself or a later one."""
         return not any(self.A[i][j] for i in range(self.stages) for j in range(i, self.stages))

@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchdil.arguments import check_callable
+from torchdil.arguments import check_callable, check_linear_solver
 from torchdil.batch import map_tensors
 from torchdil.layers import Reporting
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import eager
 from torchdil.ode.equation import Options
 from torchdil.ode.methods import Method, method_of
-from torchdil.ode.odeint import GRADIENTS, solve
+from torchdil.ode.newton import OdeSolver, SimplifiedNewton
+from torchdil.ode.odeint import Gradient, check_kind, solve
 from torchdil.solution import FailurePolicy, check_policy
-from torchdil.solvers.base import Solver
+from torchdil.solvers.base import check_solver
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -60,8 +61,8 @@ class NeuralODE(Reporting):
         field: Callable[..., Any],
         method: Method | str = "backward_euler",
         *,
-        gradient: str = "ift",
-        solver: Solver | Callable[..., Any] | None = None,
+        gradient: Gradient = "ift",
+        solver: OdeSolver | None = None,
         linear_solver: LinearSolver | None = None,
         batch_dims: int = 1,
         rtol: float | None = None,
@@ -73,12 +74,13 @@ class NeuralODE(Reporting):
         super().__init__()
         check_callable(field, "field", "field(t, y)")
         check_policy(on_failure)
-        if gradient not in GRADIENTS:
-            raise ValueError(f"gradient must be one of {', '.join(map(repr, GRADIENTS))}, got {gradient!r}.")
+        check_kind(gradient)
+        check_solver(solver, SimplifiedNewton)
+        check_linear_solver(linear_solver)
         Options.of(options)
         self.field = field
         self.method = method_of(method)
-        self.gradient = gradient
+        self.gradient: Gradient = gradient
         self.solver = solver
         self.linear_solver = linear_solver
         self.batch_dims = batch_dims

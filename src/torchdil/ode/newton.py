@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from torchdil import batch
 from torchdil.ode.methods import Method
+from torchdil.settings import check_count, check_number
+from torchdil.solvers.base import Solver
 
 JACOBIANS = ("full", "diagonal", "identity", "krylov")
 # The largest batch of matrices I - hγJ to form, in numbers, and the largest of them.
@@ -17,14 +21,14 @@ _NUMBERS, _SIZE = 2**24, 600
 _DEAR, _UNKNOWNS = 2.5e8, 30
 
 
-def apart(method: Method) -> bool:
-    """Whether the stages follow one another with one diagonal element: one matrix of the size of y serves them all."""
+def stages_in_turn(method: Method) -> bool:
+    """Whether the stages are solved one after another with the same diagonal element: one matrix, of the size of y, does."""
     return method.diagonal and len({method.A[i][i] for i in range(method.stages)} - {0.0}) <= 1
 
 
 def unknowns(method: Method, size: int) -> int:
     """The size of the matrix for a state of this size."""
-    return size if apart(method) else method.stages * size
+    return size if stages_in_turn(method) else method.stages * size
 
 
 def fits(samples: int, q: int) -> bool:
@@ -57,13 +61,15 @@ class SimplifiedNewton:
     jacobian: str | None = None
 
     def __post_init__(self) -> None:
-        if self.rtol is not None and not (isinstance(self.rtol, (int, float)) and self.rtol > 0):
-            raise ValueError(f"rtol must be a number > 0, got {self.rtol!r}.")
-        if self.max_steps is not None and not (isinstance(self.max_steps, int) and self.max_steps >= 1):
-            raise ValueError(f"max_steps must be an integer >= 1, got {self.max_steps!r}.")
+        check_number("rtol", self.rtol, above=0, optional=True)
+        check_count("max_steps", self.max_steps, optional=True)
         if self.jacobian is not None and self.jacobian not in JACOBIANS:
             raise ValueError(f"jacobian must be one of {', '.join(map(repr, JACOBIANS))}, got {self.jacobian!r}.")
 
     def accuracy(self, dtype: torch.dtype) -> float:
         """rtol, or the default for the dtype."""
         return batch.default_rtol(dtype) if self.rtol is None else self.rtol
+
+
+# What may find the stages: a solver of the core or a callable (fn, y) -> y, too.
+OdeSolver = Solver | SimplifiedNewton | Callable[..., Any]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from torchdil.arguments import check_linear_solver
 from torchdil.batch import map_tensors
 from torchdil.compiled import memory
 from torchdil.linear.base import LinearSolver
@@ -23,13 +24,13 @@ from torchdil.ode.field import holds
 from torchdil.ode.fixed import fixed_grid
 from torchdil.ode.flaws import flaw, look_at_slope, tell, unsolved, warn_of_rounded_times
 from torchdil.ode.methods import Method, method_of
+from torchdil.ode.newton import OdeSolver, SimplifiedNewton
 from torchdil.ode.recompute import recomputed
 from torchdil.ode.walk import AdaptiveStats, Tolerances
-from torchdil.probe import is_random
 from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution, Y, check_policy, user_frame
-from torchdil.solvers.base import Solver
+from torchdil.solvers.base import check_solver
 
-GRADIENTS = ("ift", "adjoint", "backprop")
+Gradient = Literal["ift", "adjoint", "backprop"]
 
 
 @eager
@@ -39,8 +40,8 @@ def odeint(
     t: Tensor,
     *,
     method: Method | str = "backward_euler",
-    gradient: str = "ift",
-    solver: Solver | Callable[..., Any] | None = None,
+    gradient: Gradient = "ift",
+    solver: OdeSolver | None = None,
     linear_solver: LinearSolver | None = None,
     batch_dims: int = 0,
     rtol: float | None = None,
@@ -109,8 +110,8 @@ def solve(
     t: Tensor,
     *,
     method: Method | str = "backward_euler",
-    gradient: str = "ift",
-    solver: Solver | Callable[..., Any] | None = None,
+    gradient: Gradient = "ift",
+    solver: OdeSolver | None = None,
     linear_solver: LinearSolver | None = None,
     batch_dims: int = 0,
     rtol: float | None = None,
@@ -140,6 +141,12 @@ def solve(
         return _solve_again(func, y0, t, *settings)
 
 
+def check_kind(gradient: str) -> None:
+    """Raise one sentence if there is no such gradient."""
+    if gradient not in get_args(Gradient):
+        raise ValueError(f"gradient must be one of {', '.join(map(repr, get_args(Gradient)))}, got {gradient!r}.")
+
+
 def _solve_again(func: Callable[..., Any], y0: Any, t: Tensor, *settings: Any) -> Solution[Any]:
     """Solve, and once more if what is remembered of func is out of date."""
     known = memory(uncompiled(func))
@@ -158,8 +165,8 @@ def _solve(
     y0: Any,
     t: Tensor,
     method: Method | str,
-    gradient: str,
-    solver: Solver | Callable[..., Any] | None,
+    gradient: Gradient,
+    solver: OdeSolver | None,
     linear_solver: LinearSolver | None,
     batch_dims: int,
     rtol: float | None,
@@ -169,8 +176,9 @@ def _solve(
 ) -> Solution[Any]:
     method = method_of(method)
     check_policy(on_failure)
-    if gradient not in GRADIENTS:
-        raise ValueError(f"gradient must be one of {', '.join(map(repr, GRADIENTS))}, got {gradient!r}.")
+    check_kind(gradient)
+    check_solver(solver, SimplifiedNewton)
+    check_linear_solver(linear_solver)
     chosen = Options.of(options)
     equation = Equation.of(func, y0, t, batch_dims)
     report = Report(equation.layout.batch_shape)
@@ -187,21 +195,21 @@ def _solve(
     adapts = method.adaptive and not chosen.fixed and (method.always_adaptive or not rtol is atol is None)
     with full_precision(equation.start):
         cause = flaw(equation, adapts)
-        if cause:
-            tell(cause, type(method).__name__, equation, on_failure, report)
+        if cause is not None:
+            tell(cause.text, type(method).__name__, equation, on_failure, report)
         else:
             look_at_slope(equation, on_failure)
-        if cause == is_random("func"):
+        if cause is not None and cause.random:
             states = equation.start.unsqueeze(1).expand(-1, len(t), -1)
         else:
             # What has been said once is not said again.
-            common = (solver, linear_solver, "ignore" if cause and on_failure == "warn" else on_failure, report)
+            common = (solver, linear_solver, "ignore" if cause is not None and on_failure == "warn" else on_failure, report)
             states = (_adaptive if adapts else _fixed)(equation, method, gradient, chosen, tolerances, common)
-            holding = bool(cause) or holds(equation.func, equation.t, states, equation.layout)
+            holding = cause is not None or holds(equation.func, equation.t, states, equation.layout)
             if not holding:  # with f called point by point, which is right in any case
                 return _solve(func, y0, t, method, gradient, solver, linear_solver, batch_dims, rtol, atol, options, on_failure)
-        if cause:
-            states = unsolved(cause, states, on_failure, report)
+        if cause is not None:
+            states = unsolved(cause.text, states, on_failure, report)
     assert report.forward is not None
     stats, steps = report.forward.stats, chosen.steps(len(t) - 1, equation.ends[1] - equation.ends[0])
     if isinstance(stats, AdaptiveStats):
@@ -211,7 +219,7 @@ def _solve(
 
 
 def _adaptive(
-    equation: Equation, method: Method, gradient: str, chosen: Options, tolerances: Tolerances, common: Any
+    equation: Equation, method: Method, gradient: Gradient, chosen: Options, tolerances: Tolerances, common: Any
 ) -> Tensor:
     """The states at the outputs, (B, T, D), by adaptive steps."""
     if gradient == "backprop" or chosen.checkpoint:
@@ -221,7 +229,7 @@ def _adaptive(
     return walk(equation, method, chosen, tolerances, *common)
 
 
-def _fixed(equation: Equation, method: Method, gradient: str, chosen: Options, _: Tolerances, common: Any) -> Tensor:
+def _fixed(equation: Equation, method: Method, gradient: Gradient, chosen: Options, _: Tolerances, common: Any) -> Tensor:
     """The same on a fixed grid."""
     grid = Grid.of(equation.t, chosen)
     solver, linear_solver, on_failure, report = common

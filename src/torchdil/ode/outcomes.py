@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchdil.solution import Outcome, Stats, Status
+from torchdil.solution import Outcome, Stats, Status, excess
 
 
 def together(outcomes: Sequence[Outcome]) -> Outcome:
@@ -27,9 +27,7 @@ def first_failed(outcome: Outcome) -> Outcome:
     """The same for solves that are numbered by the first axis of one outcome."""
     status, stats = outcome
     failed = status != Status.converged
-    excess = stats.residual / stats.tolerance.clamp_min(torch.finfo(stats.tolerance.dtype).tiny)
-    worst = excess.nan_to_num(nan=float("inf")).argmax(dim=0)
-    which = torch.where(failed.any(dim=0), failed.int().argmax(dim=0), worst).unsqueeze(0)
+    which = torch.where(failed.any(dim=0), failed.int().argmax(dim=0), excess(stats).argmax(dim=0)).unsqueeze(0)
     residual, tolerance = (numbers.gather(0, which).squeeze(0) for numbers in (stats.residual, stats.tolerance))
     numbers = Stats(stats.method, stats.steps.sum(dim=0), residual, tolerance, stats.products, exact=stats.exact)
     return Outcome(status.gather(0, which).squeeze(0), numbers)

@@ -50,17 +50,12 @@ def outputs(
         times: their grid, (N + 1,) or (B, N + 1).
         reached: how far each sample came, (B,).
     """
-    samples, count, m, d = rows.shape
+    samples, _, m, d = rows.shape
     first = equation.start.unsqueeze(1)
     grid, wanted = times.expand(samples, -1), equation.t[1:].double()
-    with torch.no_grad():
-        sign = torch.sign(wanted[-1] - equation.t[0])
-        ends, points = (sign * wanted).expand(samples, -1).contiguous(), (sign * grid).contiguous()
-        step = (torch.searchsorted(points, ends) - 1).clamp(0, count - 1)
-        beyond = ends > sign * reached[:, None]  # a sample that failed on the way stays where it is
-        exact = (torch.gather(grid, 1, step + 1) == wanted) | beyond
+    step, beyond = _located(grid, equation.t.double(), reached)
     states = torch.gather(rows[:, :, -1], 1, step.unsqueeze(2).expand(-1, -1, d))
-    inside = ~exact.all(dim=0)
+    inside = ~((torch.gather(grid, 1, step + 1) == wanted) | beyond).all(dim=0)
     if equation.t.requires_grad or tangents_active():  # the grid does not move with the outputs
         inside = torch.ones_like(inside)
     columns = inside.nonzero().squeeze(1)
@@ -77,16 +72,15 @@ def outputs(
     with torch.no_grad():
         taken = torch.gather(rows, 1, step[:, :, None, None].expand(-1, -1, m, d))
         part = batch.divide(end - begin, torch.gather(grid, 1, step + 1) - begin).to(rows.dtype)
-        c = statement.method.tensors(rows)[1]
-        c = c if len(c) == m else torch.nn.functional.pad(c, (0, 1), value=1.0)
+        c = torch.tensor(statement.method.places, dtype=rows.dtype, device=rows.device)
         start = Interpolant(statement.method).at(part.unsqueeze(2) * c, before, taken)
-    apart = Apart(statement.method, statement.state, statement.field, len(columns))
-    newton = Corrected(apart=apart, tolerances=tolerances, linear_solver=Folded(steps=len(columns)))
+    independent = IndependentSteps(statement.method, statement.state, statement.field, len(columns))
+    newton = Corrected(statement=independent, tolerances=tolerances, linear_solver=Folded(steps=len(columns)))
     inner = Report(equation.layout.batch_shape)
     backward = Folded(steps=len(columns), inner=linear_solver or Auto())
-    setting = Setting(apart, equation.func, newton, backward, on_failure, inner)
+    setting = Setting(independent, equation.func, newton, backward, on_failure, inner)
     args = (before, begin[0], end[0]) if times.dim() == 1 else (before, begin, end)
-    found = apart.view(setting.attached(start.reshape(*equation.layout.batch_shape, start.shape[1:].numel()), args))[:, :, -1]
+    found = independent.view(setting.attached(independent.layout.unravel(start.flatten(1)), args))[:, :, -1]
     if times.dim() == 1:  # one grid for all: a sample that has failed takes the steps of the others
         found = torch.where(beyond.unsqueeze(2), before, found)
     assert inner.forward is not None and report.forward is not None
@@ -98,6 +92,15 @@ def outputs(
     report.forward = report.forward._replace(status=status)
     states = found if len(columns) == states.shape[1] else states.index_copy(1, columns, found)
     return torch.cat((first, states), dim=1)
+
+
+@torch.no_grad()
+def _located(grid: Tensor, t: Tensor, reached: Tensor) -> tuple[Tensor, Tensor]:
+    """The step of the grid (B, N + 1) that each time of t[1:] lies in, and where a sample did not come so far, (B, T - 1)."""
+    sign = torch.sign(t[-1] - t[0])
+    ends, points = (sign * t[1:]).expand(len(grid), -1).contiguous(), (sign * grid).contiguous()
+    step = (torch.searchsorted(points, ends) - 1).clamp(0, grid.shape[1] - 2)
+    return step, ends > sign * reached[:, None]  # a sample that failed on the way stays where it is
 
 
 def accepted(tolerances: Tolerances, dtype: torch.dtype) -> float:
@@ -117,7 +120,7 @@ class Estimated(Trajectory):
         return torch.maximum(self.quick_size(y, start), stiff)
 
 
-class Apart(Estimated):
+class IndependentSteps(Estimated):
     """Steps that do not follow one another; `args` are the states before them, (B, T, D), and where they begin and end."""
 
     def direct(self) -> LinearSolver | None:
@@ -136,13 +139,13 @@ class Corrected(Solver):
     Where it does not get there, damped Newton takes over.
 
     Attributes:
-        apart: the steps.
+        statement: the steps.
         tolerances: of the integration.
         linear_solver: for J δ = F.
     """
 
     max_steps: int = 6
-    apart: Apart = field(kw_only=True)
+    statement: IndependentSteps = field(kw_only=True)
     tolerances: Tolerances = field(kw_only=True)
     linear_solver: LinearSolver = field(kw_only=True)
 
@@ -154,7 +157,7 @@ class Corrected(Solver):
                 correction = self.linear_solver.solve(problem.operator(y), problem.evaluate(y)).value
                 y = batch.select(running, y - correction, y)
                 steps += running
-                relative = self.apart.view(correction) / self.tolerances.scale(self.apart.view(y).abs())
+                relative = self.statement.view(correction) / self.tolerances.scale(self.statement.view(y).abs())
                 running = running & ~(relative.square().mean(dim=(2, 3)).sqrt().amax(dim=1) <= _SMALL)
                 if not bool(running.any()):
                     break

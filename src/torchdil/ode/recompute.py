@@ -24,7 +24,7 @@ from torchdil.ode.called import called, changed
 from torchdil.ode.equation import Equation, Grid
 from torchdil.ode.fixed import fixed_grid
 from torchdil.ode.methods import Method
-from torchdil.ode.newton import SimplifiedNewton
+from torchdil.ode.newton import OdeSolver, SimplifiedNewton
 from torchdil.ode.outcomes import together
 from torchdil.solution import ConvergenceWarning, Outcome, Report, handle_failure, mask_failed
 from torchdil.solvers.base import Solver
@@ -36,7 +36,7 @@ def recomputed(
     equation: Equation,
     method: Method,
     grid: Grid,
-    solver: Any,
+    solver: OdeSolver | None,
     linear_solver: LinearSolver | None,
     on_failure: str,
     report: Report,
@@ -120,7 +120,7 @@ class _Trajectory:
 
     equation: Equation
     method: Method
-    solver: Any
+    solver: OdeSolver | None
     linear_solver: LinearSolver | None
     on_failure: str
     report: Report
@@ -177,7 +177,7 @@ class _Recomputed(torch.autograd.Function):
         if not create_graph:
             y, times = y.detach().requires_grad_(), times.detach().requires_grad_(ctx.needs_input_grad[4])
         v = torch.where(trajectory.lost[:, None, None], torch.nan, v)
-        v = mask_failed(v.flatten(1), trajectory.failed, trajectory.on_failure).view_as(v)
+        v = mask_failed(v, trajectory.failed, trajectory.on_failure)
         inner = Report(trajectory.equation.layout.batch_shape)
         with torch.enable_grad(), plain_saving(), observed_by(None):
             with warnings.catch_warnings():

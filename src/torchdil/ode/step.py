@@ -17,10 +17,10 @@ from torchdil import batch
 from torchdil.linear import GMRES
 from torchdil.ode.derivative import jacobian
 from torchdil.ode.field import Field
-from torchdil.ode.interpolant import POINTS, Place, stages_apart, stages_coupled
+from torchdil.ode.interpolant import POINTS, Place, guess_coupled, guess_in_turn
 from torchdil.ode.krylov import Block, at_hand
 from torchdil.ode.methods import Method
-from torchdil.ode.newton import SimplifiedNewton, apart, fits, unknowns
+from torchdil.ode.newton import SimplifiedNewton, fits, stages_in_turn, unknowns
 from torchdil.operator import Operator
 from torchdil.solution import Result, Status
 
@@ -71,12 +71,12 @@ class StepSolver:
         self.method, self._field, self._call = method, field, call
         samples, d = y.shape
         s = method.stages
-        self._apart = apart(method)
-        self._gamma = max(method.A[i][i] for i in range(s)) if self._apart else 0.0
+        self._in_turn = stages_in_turn(method)
+        self._gamma = max(method.A[i][i] for i in range(s)) if self._in_turn else 0.0
         self._weights = method.tensors(y)[0]
         self._A = self._weights[:s]
-        singular = not self._apart and abs(float(torch.linalg.det(self._A.double()))) < 1e-9
-        self._inverse_A = None if self._apart or singular else torch.linalg.inv(self._A.double()).to(y.dtype)
+        singular = not self._in_turn and abs(float(torch.linalg.det(self._A.double()))) < 1e-9
+        self._inverse_A = None if self._in_turn or singular else torch.linalg.inv(self._A.double()).to(y.dtype)
         q = unknowns(method, d)
         self.kind = newton.jacobian or ("full" if fits(samples, q) else "krylov")
         self._gmres, owner = GMRES(rtol=_INNER_RTOL, max_steps=most), call if owner is None else owner
@@ -136,7 +136,7 @@ class StepSolver:
             return
         self.factorisations += 1
         step = h.unsqueeze(2) if isinstance(h, Tensor) else h
-        if self._apart:
+        if self._in_turn:
             matrix = self._eye - (step * self._gamma) * self.J
         else:
             s, d = self._A.shape[0], self.J.shape[1]
@@ -154,7 +154,7 @@ class StepSolver:
             return self._gmres.solve(Operator(lambda z: z - h * gamma * self.slope(at, z), y, False), error).value
         if not gamma or self._eye is None:
             return error
-        matrix = self._M if self._apart else self._filter
+        matrix = self._M if self._in_turn else self._filter
         assert matrix is not None
         return torch.bmm(matrix, error.unsqueeze(2)).squeeze(2)
 
@@ -222,14 +222,14 @@ class StepSolver:
         """
         self._scale, self._tolerance, self._everyone = scale, tolerance, alive is None
         self.ok, self.all_ok, self._measured = torch.ones_like(self.ok) if alive is None else alive, True, False
-        solve = self._one_by_one if self._apart else self._coupled
+        solve = self._one_by_one if self._in_turn else self._coupled
         return solve(h, at, y, past or [], start if first is None else first)
 
     def _plan(self, h: float | Tensor, past: list[tuple[float, Tensor]]) -> Any:
         """How to start from the last steps; remembered for their sizes relative to this one's."""
         ratios = () if isinstance(h, Tensor) else tuple(round(old / h, 4) for old, _ in past)
         if ratios not in self._plans:
-            c, plan = self.method.c, stages_apart if self._apart else stages_coupled
+            c, plan = self.method.c, guess_in_turn if self._in_turn else guess_coupled
             places: list[Place] = []
             before = 0.0
             for k in reversed(range(len(ratios))):
@@ -387,8 +387,8 @@ class StepSolver:
         return found.value
 
     def _own(self, Y: Tensor, at: Tensor, h: Tensor) -> Tensor:
-        """The part of F that depends on the stages, (B, q): at as in `solve`, h times γ where the stages are apart."""
-        if self._apart:
+        """The part of F that depends on the stages, (B, q): at as in `solve`, h times γ where the stages are solved in turn."""
+        if self._in_turn:
             return Y - h * self.slope(at, Y)
         stages = Y.unflatten(1, (self.method.stages, -1))
         return (stages - h * torch.matmul(self._A, self.slopes(at, stages))).flatten(1)

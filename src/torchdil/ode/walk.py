@@ -22,6 +22,7 @@ from torchdil.ode.interpolant import Interpolant
 from torchdil.ode.methods import Method
 from torchdil.ode.newton import SimplifiedNewton
 from torchdil.ode.step import StepSolver
+from torchdil.settings import check_number
 from torchdil.solution import Result, Stats, Status, tally
 
 _RTOL, _ATOL = 1e-3, 1e-6
@@ -66,9 +67,8 @@ class Tolerances:
     @staticmethod
     def of(rtol: Any, atol: Any, dtype: torch.dtype) -> Tolerances:
         """Those given, or the defaults, as far as the dtype goes."""
-        for name, given in (("rtol", rtol), ("atol", atol)):
-            if given is not None and not (isinstance(given, (int, float)) and 0 <= given < math.inf):
-                raise ValueError(f"{name} must be a number >= 0, got {given!r}.")
+        check_number("rtol", rtol, least=0, below=math.inf, optional=True)
+        check_number("atol", atol, least=0, below=math.inf, optional=True)
         if rtol == 0 and atol == 0:
             raise ValueError("rtol and atol must not both be 0.")
         return Tolerances(max(_RTOL if rtol is None else rtol, _LEAST.get(dtype, 1e-2)), _ATOL if atol is None else atol)

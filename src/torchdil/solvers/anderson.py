@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.problem import Problem
+from torchdil.settings import check_count, check_number
 from torchdil.solution import Result, Status
 from torchdil.solvers.base import Solver
 from torchdil.solvers.line_search import Iterate
@@ -45,10 +46,8 @@ class Anderson(Solver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.history < 1:
-            raise ValueError(f"history must be at least 1, got {self.history!r}.")
-        if not self.relaxation > 0:
-            raise ValueError(f"relaxation must be a number > 0, got {self.relaxation!r}.")
+        check_count("history", self.history)
+        check_number("relaxation", self.relaxation, above=0)
 
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
         now = best = Iterate.at(problem, y0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torchdil import batch
 from torchdil.live import LiveTable, asked
 from torchdil.problem import Problem
 from torchdil.progress import Progress
+from torchdil.settings import check_count, check_number
 from torchdil.solution import Result, Stats, Status
 
 
@@ -26,7 +27,7 @@ class Solver(ABC):
 
     Attributes:
         rtol: solved when ‖F(y)‖ <= rtol times the natural size of F, which is how much F changes when y does by its own size;
-            None: 1e-10 in float64, 1e-5 in float32.
+            None: 1e-10 in float64, 1e-5 in float32, 1e-2 in half precision.
         atol: or when ‖F(y)‖ <= atol.
         max_steps: the most iterations.
         verbose: show a table that grows by one line a step, redrawn in place in a terminal if `rich` is installed.
@@ -42,14 +43,9 @@ class Solver(ABC):
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("rtol", "atol"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and value >= 0):
-                raise ValueError(f"{name} must be a number >= 0, got {value!r}.")
-        if not isinstance(self.max_steps, int):
-            raise TypeError(f"max_steps must be an integer, got {self.max_steps!r}.")
-        if self.max_steps < 1:
-            raise ValueError(f"max_steps must be at least 1, got {self.max_steps!r}.")
+        check_number("rtol", self.rtol, least=0, optional=True)
+        check_number("atol", self.atol, least=0)
+        check_count("max_steps", self.max_steps)
 
     @abstractmethod
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
@@ -100,3 +96,10 @@ class Solver(ABC):
             history=progress.history,
         )
         return Result(y, status, stats)
+
+
+def check_solver(given: Any, *others: type) -> None:
+    """Raise one sentence unless it is a solver, one of the `others`, a callable that takes the place of one, or None."""
+    usable = given is None or isinstance(given, (Solver, *others)) or callable(given)
+    if isinstance(given, type) or not usable:
+        raise TypeError(f"solver must be a torchdil solver such as Newton() or a callable (fn, y0) -> y, got {given!r}.")

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchdil import batch
 from torchdil.linear.auto import direct_pays
 from torchdil.problem import Problem
+from torchdil.settings import check_count
 from torchdil.solution import Result, Status
 from torchdil.solvers.base import Solver
 
@@ -43,8 +44,7 @@ class Broyden(Solver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.history < 1:
-            raise ValueError(f"history must be at least 1, got {self.history!r}.")
+        check_count("history", self.history)
 
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
         y, F = y0, problem.evaluate(y0)

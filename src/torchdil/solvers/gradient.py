@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.problem import Problem
+from torchdil.settings import check_number
 from torchdil.solution import Result, Status
 from torchdil.solvers.base import Solver
 from torchdil.solvers.line_search import Iterate, first_step, search
@@ -45,10 +46,8 @@ class GradientDescent(Solver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.step_size is not None and not self.step_size > 0:
-            raise ValueError(f"step_size must be a number > 0 or None, got {self.step_size!r}.")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be at least 0 and less than 1, got {self.momentum!r}.")
+        check_number("step_size", self.step_size, above=0, optional=True)
+        check_number("momentum", self.momentum, least=0, below=1)
 
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
         problem.argmin_only("GradientDescent")

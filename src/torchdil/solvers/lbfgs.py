@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.problem import Problem
+from torchdil.settings import check_count
 from torchdil.solution import Result, Status
 from torchdil.solvers.base import Solver
 from torchdil.solvers.line_search import Iterate, first_step, search
@@ -37,8 +38,7 @@ class LBFGS(Solver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.history < 1:
-            raise ValueError(f"history must be at least 1, got {self.history!r}.")
+        check_count("history", self.history)
 
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
         problem.argmin_only("LBFGS")

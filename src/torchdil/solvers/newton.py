@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
+from torchdil.arguments import check_linear_solver
 from torchdil.linear import CG, GMRES, Dense, LinearSolver
 from torchdil.linear.auto import direct_pays
 from torchdil.linear.curvature import negative_curvature
@@ -163,8 +164,7 @@ class Newton(NewtonSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.linear_solver is not None and not isinstance(self.linear_solver, LinearSolver):
-            raise TypeError(f"linear_solver must be a torchdil linear solver such as CG(), got {self.linear_solver!r}.")
+        check_linear_solver(self.linear_solver)
 
     def _factorises(self, y: Tensor) -> bool:
         return self.linear_solver is None and direct_pays(*y.shape)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torchdil import batch
 from torchdil.problem import Problem
+from torchdil.settings import check_number
 from torchdil.solution import Result
 from torchdil.solvers.base import Solver
 
@@ -27,8 +28,7 @@ class Picard(Solver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.relaxation > 0:
-            raise ValueError(f"relaxation must be a number > 0, got {self.relaxation!r}.")
+        check_number("relaxation", self.relaxation, above=0)
 
     def solve(self, problem: Problem, y0: Tensor, tolerance: Tensor) -> Result:
         if problem.objective is not None:

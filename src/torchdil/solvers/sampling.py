@@ -19,6 +19,7 @@ from torch import Tensor
 from torchdil import batch
 from torchdil.batch import Layout
 from torchdil.problem import Problem
+from torchdil.settings import check_count, check_number
 from torchdil.solution import Result, Stats, Status
 from torchdil.solvers.base import Solver
 from torchdil.solvers.bounds import Box, as_numbers, check_bounds, clip, rows_of
@@ -52,10 +53,8 @@ class _Sampling(Solver):
         if self.bounds is not None:
             check_bounds(self.bounds)
             object.__setattr__(self, "_box", as_numbers(self.bounds))
-        if not isinstance(self.particles, int) or self.particles < 2:
-            raise ValueError(f"particles must be an integer of at least 2, got {self.particles!r}.")
-        if self.scale is not None and not 0 < self.scale < math.inf:
-            raise ValueError(f"scale must be a finite number > 0 or None, got {self.scale!r}.")
+        check_count("particles", self.particles, 2)
+        check_number("scale", self.scale, above=0, below=math.inf, optional=True)
         if not isinstance(self.seed, (int, torch.Generator)):
             raise TypeError(f"seed must be an integer or a torch.Generator, got {self.seed!r}.")
         if self.polish is not None and (not isinstance(self.polish, Solver) or isinstance(self.polish, _Sampling)):
@@ -251,8 +250,7 @@ class CEM(_Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.elites <= 1:
-            raise ValueError(f"elites must be a share, more than 0 and at most 1, got {self.elites!r}.")
+        check_number("elites", self.elites, above=0, most=1)
 
     def _weights(self, scores: Tensor) -> Tensor:
         last = scores.sort(dim=0).values[math.ceil(self.elites * len(scores)) - 1]
@@ -280,8 +278,7 @@ class MPPI(_Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature must be a finite number > 0, got {self.temperature!r}.")
+        check_number("temperature", self.temperature, above=0, below=math.inf)
 
     def _weights(self, scores: Tensor) -> Tensor:
         ordered, finite = scores.sort(dim=0).values, scores.isfinite()
