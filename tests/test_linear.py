@@ -671,7 +671,7 @@ def test_any_shape(samples, n, seed, transpose):
         (lambda: BiCGStab(max_steps=0), ValueError, "max_steps must be an integer >= 1 or None, got 0."),
         (lambda: Dense(product="magic"), ValueError, "product must be one of"),
         (lambda: CG(preconditioner=3), TypeError, "preconditioner must be a callable"),
-        (lambda: GMRES(restart=0), ValueError, "restart must be at least 1, got 0."),
+        (lambda: GMRES(restart=0), ValueError, "restart must be an integer >= 1, got 0."),
         (lambda: Auto(dense_below=-1), ValueError, "dense_below must be an integer >= 0 or None, got -1."),
         (lambda: WarmStart("CG"), TypeError, "solver must be a linear solver"),
     ],

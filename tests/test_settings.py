@@ -39,7 +39,7 @@ def options(**fields):
 COUNTS = [(make, "max_steps") for make in (*FORWARD, *LINEAR, adam, ode.SimplifiedNewton, ode.WholeTrajectory, options)]
 COUNTS += [(make, "history") for make in (dil.Anderson, dil.Broyden, dil.LBFGS, SecantMemory)]
 COUNTS += [(make, "particles") for make in (dil.CEM, dil.MPPI, dil.RandomShooting)]
-COUNTS += [(Jacobi, "samples"), (Nystrom, "rank"), (dil.Auto, "dense_below"), (options, "substeps")]
+COUNTS += [(Jacobi, "samples"), (Nystrom, "rank"), (dil.GMRES, "restart"), (dil.Auto, "dense_below"), (options, "substeps")]
 NUMBERS = [(make, name) for make in (*FORWARD, *LINEAR, adam, ode.WholeTrajectory) for name in ("rtol", "atol")]
 NUMBERS += [(make, "damping") for make in LINEAR]
 NUMBERS += [(make, "scale") for make in (dil.CEM, dil.MPPI, dil.RandomShooting)]

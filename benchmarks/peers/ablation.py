@@ -37,6 +37,10 @@ def _never(*args: Any, **kwargs: Any) -> None:
     return None
 
 
+def _not(*args: Any) -> bool:
+    return False
+
+
 def _plain(function: Any, tensors: Any, saved: Any) -> Any:
     return function
 
@@ -76,7 +80,8 @@ WITHOUT: dict[str, tuple[list[Any], tuple[str, ...]]] = {
     "numbers": ([patch.object(cg, "_One", cg._Many)], ("cpu",)),
     "fused": ([patch.object(cg, "fused_steps", cg.plain_steps)], ("cuda",)),
     "few direct": ([patch.object(auto, "_DENSE_BESIDE_CG", 2**18)], ("cpu",)),
-    "convolutions": ([patch.object(convolve, "chosen", _torchs)], ("cuda",)),
+    "convolutions": ([patch.object(convolve, "chosen", _torchs)], ("cpu", "cuda")),
+    "single": ([patch.object(traced.Source, "takes_single", _not)], ("cpu",)),
     "reports": ([patch.object(Report, "backward_by", _at_once)], ("cpu", "cuda")),
     "rows": ([patch.object(batch, "rows", _rows)], ("cpu",)),
     "glance": ([patch.object(solve, "glance", _never)], ("cpu", "cuda")),

@@ -18,6 +18,7 @@ from torchdil.linear.evidence import Steps
 from torchdil.linear.spectrum import Matrix
 from torchdil.linearize import Bound
 from torchdil.operator import Operator, Product
+from torchdil.settings import check_count
 from torchdil.solution import Result, Stats, Status
 
 
@@ -38,8 +39,7 @@ class GMRES(LinearSolver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.restart < 1:
-            raise ValueError(f"restart must be at least 1, got {self.restart!r}.")
+        check_count("restart", self.restart)
 
     def solve(self, operator: Operator, rhs: Tensor, start: Tensor | None = None, *, transpose: bool = False) -> Result:
         before = operator.products  # making a preconditioner may cost some
