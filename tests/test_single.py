@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 import torchdil as dil
-from torchdil import traced
+from torchdil import step_counts, traced
 
 CALLS = 30  # the last few of them at once
 
@@ -146,7 +146,7 @@ def test_what_float32_cannot_hold_is_solved_in_float64(taken):
     for _ in range(CALLS + 10):
         found, layer = case()
         assert off(found, exact) <= 3e-9 and bool(layer.report.backward.converged.all())
-    assert taken == [False] * traced._MISSED
+    assert taken == [False] * step_counts._MISSED
 
 
 def test_a_solve_that_is_good_again_forgets_those_that_were_not(taken):

@@ -21,6 +21,7 @@ LAYERS = [
     ("settings",),
     ("as_written", "batch", "compiled", "one_number", "shapes_only", "step_counts", "variables"),
     ("captures", "convolve", "matvec", "probe"),
+    ("linear_graph",),
     ("linearize", "signature"),
     ("plot", "graph", "not_a_tensor", "status"),
     ("solution", "traced"),

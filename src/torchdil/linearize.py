@@ -23,7 +23,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from torchdil.matvec import INSTEAD, mm
+from torchdil.linear_graph import LinearGraph
+from torchdil.matvec import INSTEAD
 from torchdil.one_number import SHAPED, number_of
 
 aten = torch.ops.aten
@@ -48,8 +49,6 @@ _CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
 # What takes half the time in float32, whatever the size of the vector.
 _PRODUCTS = {aten.mm.default, aten.mv.default, aten.addmm.default, aten.addmv.default, aten.bmm.default} | _CONVOLUTIONS
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
-# Their results are nobody else's.
-_FRESH = {mm, aten.mm.default, aten.addmm.default, aten.addmm_.default}
 
 _BY_ONE = {aten.pow.Tensor_Scalar, aten.mul.Scalar}  # nothing, where their second argument is 1
 
@@ -58,37 +57,6 @@ Coefficient = float | fx.Node
 
 class UntraceableError(RuntimeError):
     """A function that cannot be taken apart; autograd differentiates it."""
-
-
-@dataclass
-class LinearGraph:
-    """A linear function, as operations: `module(vector, *(saved[i] for i in places))` gives its outputs.
-
-    Attributes:
-        module: the operations.
-        places: of what it takes from the prelude.
-        multiplies: whether matrices are multiplied or images convolved, and no operation names a dtype.
-    """
-
-    module: fx.GraphModule
-    places: list[int]
-    multiplies: bool
-
-
-class Bound:
-    """A linear function at a point: vector -> tuple of tensors."""
-
-    def __init__(self, function: LinearGraph, saved: Sequence[Tensor]):
-        self._module: Any = function.module
-        self._saved = saved
-
-    def __call__(self, vector: Tensor) -> tuple[Tensor, ...]:
-        return cast(tuple[Tensor, ...], self._module(vector, *self._saved))
-
-    def single(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """The same for float64, worked out in float32: products of matrices, and reading them, take half the time."""
-        saved = [t.float() if t.dtype == torch.float64 else t for t in self._saved]
-        return lambda vector: tuple(t.double() for t in self._module(vector.float(), *saved))
 
 
 @dataclass
@@ -139,14 +107,6 @@ def split(function: Callable[..., Sequence[Sequence[Tensor]]], y: Tensor, *vecto
     for node in (node for part in parts for node in part.graph.nodes):
         node.target = INSTEAD.get(node.target, node.target)
     return Split(prelude.module(saved), [part.linear() for part in parts], prelude.tensors())
-
-
-def add_in_place(part: LinearGraph) -> None:
-    """Let sums of matrix products, gradients as large as matrices of weights, be made in one place."""
-    for node in part.module.graph.nodes:
-        if node.target is aten.addmm.default and node.args[0].target in _FRESH and len(node.args[0].users) == 1:
-            node.target = aten.addmm_.default
-    part.module.recompile()
 
 
 def _deal(node: fx.Node, prelude: _Prelude, parts: list[_Part]) -> None:

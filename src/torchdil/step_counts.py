@@ -1,4 +1,4 @@
-"""In how many steps a Krylov method is to solve as a whole.
+"""In how many steps a Krylov method is to solve as a whole, and whether late ones may take products in float32.
 
 A solve in a given number of steps can be one function of tensors (`AtOnce`). To make it takes as long as a hundred such solves
 on a CPU, and the numbers of steps may change as a model learns. So it is made for numbers that were expected again and again,
@@ -16,15 +16,27 @@ _RECENT = 10
 _ASKED, _ASKED_ON_GPU = 10, 2
 # So many numbers, and none larger.
 _COUNTS, _LONG = 4, 128
+# After so many solves in a row whose late products, in float32, were not exact enough, all are made in float64.
+_MISSED = 3
 
 
 class StepCounts:
     """Of the solves with one Jacobian, by the settings of the solver."""
 
     def __init__(self) -> None:
+        self._missed = 0
         self._recent: dict[Hashable, deque[int]] = {}
         self._asked: Counter[tuple[Hashable, int]] = Counter()
         self._made: dict[Hashable, list[int]] = {}
+
+    @property
+    def single(self) -> bool:
+        """Whether late products may be made in float32."""
+        return self._missed < _MISSED
+
+    def took_single(self, good: bool) -> None:
+        """Those of a solve were exact enough, or not."""
+        self._missed = 0 if good else self._missed + 1
 
     def took(self, settings: Hashable, steps: int) -> None:
         """A solve took so many steps."""

@@ -25,12 +25,13 @@ from torch import Tensor
 from torchdil import batch
 from torchdil.compiled import by_inductor, fast, quietly, tracing
 from torchdil.graph import partial_derivatives
-from torchdil.linearize import Bound, Split, UntraceableError, add_in_place, split
+from torchdil.linear_graph import Bound, add_in_place
+from torchdil.linearize import Split, UntraceableError, split
 from torchdil.shapes_only import shapes_only
 from torchdil.signature import signature
 from torchdil.step_counts import StepCounts
 
-Product = Callable[[Tensor], Tensor]
+Residual = Callable[[Tensor], Tensor]
 # A function of linear functions and tensors.
 Routine = Callable[..., tuple[Tensor, ...]]
 # Which linear functions: True for Jᵀ, False for J, "pull" for gᵀ ∂F/∂θ.
@@ -46,35 +47,28 @@ _LARGE = 2**23
 _CHECKED_FIRST, _CHECKED_EVERY = 3, 10
 # Tensors that are no part of what a function reads, a constant for example: so many, with so many numbers in all.
 _MADE, _MADE_NUMBERS = 16, 2**10
-# Numbers that a product is made with, of all samples, from which on it pays to make it in float32; and after so many solves in
-# a row that were not accurate enough it is left.
-_MANY, _MISSED = 2**17, 3
 # Of one trace so many routines are kept: one for each number of steps, and a CUDA graph has memory of its own.
 _ROUTINES = 16
 # With `product="compile"` what was run so often is compiled, as a number of steps that came once may not come again, unless it
-# is made of more numbers: then the time is that of its products, which Inductor leaves to the same BLAS.
+# is of more numbers: then the time is that of its products, which Inductor leaves to BLAS.
 _OFTEN, _SMALL = 20, 2**18
 
 
 class _Memory:
-    """What is known of one function: how often its Jacobian was solved with, in how many steps, and its trace.
-
-    Attributes:
-        missed: how many of the last solves with products in float32 were not accurate enough.
-    """
+    """What is known of one function: how often its Jacobian was solved with, in how many steps, and its trace."""
 
     def __init__(self) -> None:
         self.solves = self.next_check = 0
         self.refused = self.acquitted = False
         self.trace: _Trace | None = None
         self.counts = StepCounts()
-        self.missed = 0
 
 
 class _Trace:
     """Jᵀp, J p and gᵀ ∂F/∂θ, traced, and the routines that were compiled with them.
 
     Attributes:
+        parts: the linear functions, see `Parts`.
         pulled: the places, among what the function reads, of the θ that F depends on.
     """
 
@@ -86,12 +80,12 @@ class _Trace:
         if len(made) > _MADE or sum(made) > _MADE_NUMBERS:
             raise UntraceableError("the function reads tensors that cannot be found")
         self._prelude, parts = halves.prelude, list(halves.parts)
-        self._parts: dict[Hashable, Any] = {}
+        self.parts: dict[Hashable, Any] = {}
         self._places: dict[Parts, list[int]] = {}
         if len(parts) > (1 if symmetric else 2):
-            self._parts["pull"] = parts.pop()
-            add_in_place(self._parts["pull"])
-        self._parts |= {True: parts[0], False: parts[-1]}
+            self.parts["pull"] = parts.pop()
+            add_in_place(self.parts["pull"])
+        self.parts |= {True: parts[0], False: parts[-1]}
         self.pulled, self._to_compile = pulled, compiled
         self._routines: dict[Hashable, tuple[Routine, int]] = {}  # and how often they were run
         self._lock = threading.Lock()
@@ -101,17 +95,11 @@ class _Trace:
         inputs = (y, *captured)
         return self._compiled("prelude", self._prelude, (), inputs)(*inputs)
 
-    def takes_single(self, transpose: bool, y: Tensor, saved: tuple[Tensor, ...]) -> bool:
-        """Whether products in float32 take less time than it takes to convert what they are made with."""
-        function = self._parts[transpose]
-        numbers = len(y) * sum(saved[place].numel() for place in function.places)
-        return function.multiplies and numbers >= _MANY
-
     def bound(
         self, parts: Parts, key: Hashable, routine: Routine, saved: tuple[Tensor, ...], tensors: tuple[Tensor, ...]
     ) -> Callable[..., tuple[Tensor, ...]]:
         """The function `*tensors -> routine(*functions, *tensors)` with the linear functions of those parts."""
-        count, linear = len(tensors), [self._parts[part] for part in parts]
+        count, linear = len(tensors), [self.parts[part] for part in parts]
         if parts not in self._places:
             self._places[parts] = sorted({place for function in linear for place in function.places})
         places = self._places[parts]
@@ -190,14 +178,7 @@ class Source:
     """
 
     def __init__(
-        self,
-        parts: Any,
-        residual: Callable[[Tensor], Tensor],
-        y: Tensor,
-        F: Tensor,
-        symmetric: bool,
-        boundary: list[Tensor],
-        compiled: bool = False,
+        self, parts: Any, residual: Residual, y: Tensor, F: Tensor, symmetric: bool, boundary: list[Tensor], compiled: bool
     ):
         self._compiled = compiled and y.device.type == "cpu"
         self._y, self._F, self._symmetric = y.contiguous(), F, symmetric
@@ -224,7 +205,7 @@ class Source:
             if len(_memories) > _REMEMBERED:
                 del _memories[next(iter(_memories))]
         self._due = self._memory.solves >= self._memory.next_check
-        self._single = y.dtype == torch.float64 and y.device.type == "cpu" and self._memory.missed < _MISSED
+        self._single = y.dtype == torch.float64 and y.device.type == "cpu" and self._memory.counts.single
         # Traced now, when the function reads what it read for F, though it is used only in the backward pass.
         if self._memory.solves >= _PATIENCE and self._memory.trace is None and not self._memory.refused:
             self._make(residual, boundary)
@@ -291,14 +272,13 @@ class Source:
 
     def takes_single(self, transpose: bool) -> bool:
         """Whether late steps of a solve at once are to take products in float32, where this pays and has not failed before."""
-        if not self._single or self._trace is None or self._saved is None:
-            return False
-        return self._trace.takes_single(transpose or self._symmetric, self._y, self._saved)
+        part = self._trace.parts[transpose or self._symmetric] if self._trace is not None and self._single else None
+        return part is not None and self._saved is not None and part.takes_single(len(self._y), self._saved)
 
     def took_single(self, good: bool) -> None:
         """A solve with products in float32 was accurate enough, or not."""
         if self._memory is not None:
-            self._memory.missed = 0 if good else self._memory.missed + 1
+            self._memory.counts.took_single(good)
 
     def linear(self, transpose: bool) -> TracedJacobian | None:
         """J, or with `transpose` Jᵀ, if it is traced."""
@@ -367,7 +347,7 @@ class Source:
         same = (off <= torch.finfo(F.dtype).eps ** (2 / 3) * sum(sizes)) | ~batch.finite(self._F)
         return bool(same.all())
 
-    def _make(self, residual: Callable[[Tensor], Tensor], boundary: list[Tensor]) -> None:
+    def _make(self, residual: Residual, boundary: list[Tensor]) -> None:
         places = {id(t): i for i, t in enumerate(self._tensors)}
         # A tensor that keeps its gradient would keep that of the trace.
         known = all(id(t) in places and not (t.retains_grad and not t.is_leaf) for t in boundary)

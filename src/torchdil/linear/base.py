@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.linearize import Bound
+from torchdil.linear_graph import Bound
 from torchdil.operator import KEPT, STRATEGIES, Operator, Product
 from torchdil.progress import Progress
 from torchdil.settings import check_count, check_number

@@ -25,7 +25,7 @@ from torchdil.linear.evidence import Steps
 from torchdil.linear.fused import fused_steps
 from torchdil.linear.normal_cg import NormalCG
 from torchdil.linear.spectrum import Ritz
-from torchdil.linearize import Bound
+from torchdil.linear_graph import Bound
 from torchdil.operator import Operator, Product
 from torchdil.solution import Result, Stats, Status
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchdil.linear.auto import direct_pays
 from torchdil.linear.cg import CG
 from torchdil.linear.dense import factorised
-from torchdil.linearize import Bound
+from torchdil.linear_graph import Bound
 from torchdil.operator import Operator
 from torchdil.solution import Status
 

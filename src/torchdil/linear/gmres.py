@@ -16,7 +16,7 @@ from torchdil import batch
 from torchdil.linear.base import AtOnce, LinearSolver
 from torchdil.linear.evidence import Steps
 from torchdil.linear.spectrum import Matrix
-from torchdil.linearize import Bound
+from torchdil.linear_graph import Bound
 from torchdil.operator import Operator, Product
 from torchdil.settings import check_count
 from torchdil.solution import Result, Stats, Status
