@@ -26,11 +26,13 @@ class LinearGraph:
     Attributes:
         module: the operations.
         places: of what it takes from the prelude.
+        transposes: of those that are the transpose of another of them, which; else None.
         multiplies: whether matrices are multiplied or images convolved, and no operation names a dtype.
     """
 
     module: fx.GraphModule
     places: list[int]
+    transposes: list[int | None]
     multiplies: bool
 
     def takes_single(self, samples: int, saved: Sequence[Tensor]) -> bool:
@@ -43,14 +45,16 @@ class Bound:
 
     def __init__(self, function: LinearGraph, saved: Sequence[Tensor]):
         self._module: Any = function.module
-        self._saved = saved
+        self._transposes, self._saved = function.transposes, saved
 
     def __call__(self, vector: Tensor) -> tuple[Tensor, ...]:
         return cast(tuple[Tensor, ...], self._module(vector, *self._saved))
 
     def single(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
         """The same for float64, worked out in float32: products of matrices, and reading them, take half the time."""
-        saved = [t.float() if t.dtype == torch.float64 else t for t in self._saved]
+        given = zip(self._saved, self._transposes, strict=True)
+        once = [t.float() if of is None and t.dtype == torch.float64 else t for t, of in given]
+        saved = [t if of is None else once[of].t() for t, of in zip(once, self._transposes, strict=True)]
         return lambda vector: tuple(t.double() for t in self._module(vector.float(), *saved))
 
 

@@ -263,7 +263,10 @@ class _Part:
     def linear(self) -> LinearGraph:
         self.graph.eliminate_dead_code()
         multiplies = self._multiplies and not any("dtype" in node.kwargs for node in self.graph.nodes)
-        return LinearGraph(fx.GraphModule({}, self.graph), [self.prelude.saved[node] for node in self.handed], multiplies)
+        order = {node: i for i, node in enumerate(self.handed)}
+        transposes = [order.get(cast(fx.Node, node.args[0])) if node.target is aten.t.default else None for node in order]
+        module, places = fx.GraphModule({}, self.graph), [self.prelude.saved[node] for node in order]
+        return LinearGraph(module, places, transposes, multiplies)
 
     def take(self, node: fx.Node, target: Any) -> None:
         terms = self.sum(node) or self.scaled(node) or self.turned(node)
