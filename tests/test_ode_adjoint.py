@@ -20,6 +20,7 @@ from torchdil.ode import (
     Kvaerno5,
     RadauIIA,
     Trapezoid,
+    WholeTrajectory,
     odeint,
     solve,
 )
@@ -452,3 +453,13 @@ def test_backpropagation_refuses_a_solver_that_leaves_no_graph():
     problem = Logistic()
     with pytest.raises(TypeError, match=r'solver must be one of Newton, .* with gradient="backprop"'):
         odeint(problem, problem.y0, problem.t, gradient="backprop", solver=SciPy(), batch_dims=1)
+
+
+def test_the_solver_of_the_whole_trajectory_is_for_the_way_there():
+    W, y0 = torch.randn(3, 3, dtype=torch.float64).requires_grad_(), torch.randn(2, 3, dtype=torch.float64)
+    t = torch.linspace(0.0, 1.0, 6, dtype=torch.float64)
+    found = []
+    for solver in (None, WholeTrajectory()):
+        y = odeint(lambda t, y: torch.tanh(y @ W), y0, t, batch_dims=1, gradient="adjoint", solver=solver)
+        found.append(torch.autograd.grad(y[-1].sum(), W)[0])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=0)

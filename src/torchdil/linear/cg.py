@@ -63,7 +63,7 @@ class CG(LinearSolver):
 
         full = self.full_steps(operator, transpose, expected)
         single = full < expected
-        count = expected + (-(-expected // _SPARE) if single else 0)
+        count = expected + (expected // _SPARE if single else 0)
 
         def routine(product: Bound, rhs: Tensor, F: Tensor) -> tuple[Tensor, ...]:
             tolerance, initial, eps = self.tolerance(rhs), batch.norm(rhs), torch.finfo(rhs.dtype).eps

@@ -33,6 +33,7 @@ from torchdil.ode.newton import OdeSolver
 from torchdil.ode.outcomes import first_failed, improved, together
 from torchdil.ode.sequential import Sequential
 from torchdil.ode.trajectory import Trajectory
+from torchdil.ode.whole import WholeTrajectory
 from torchdil.operator import Operator
 from torchdil.problem import Call
 from torchdil.solution import Outcome, Report, Status, handle_failure, mask_failed
@@ -279,6 +280,8 @@ def _reversed(past: Past, solver: OdeSolver | None) -> tuple[Tensor, Outcome]:
     field = _Intervals(past.field.layout, "samples", past.field, intervals)
     statement = Trajectory(method, Layout.of(starts, 1), field, steps)
     structured = structured_solver(statement, func, args, None)
+    if isinstance(solver, WholeTrajectory):  # which is for the way there; the way back is tried all at once anyway
+        solver = None
     tries: list[Solver] = [Marching(statement=statement, inner=solver)]
     if solver is None and not method.explicit and isinstance(structured, Bidiagonal):
         tries.insert(0, Newton(max_steps=_TOGETHER, linear_solver=structured))
