@@ -1,4 +1,4 @@
-"""The convolutions that take the place of cuDNN's; the kernel itself is tested on a GPU, in test_cuda.py."""
+"""The convolutions that take the place of cuDNN's and oneDNN's; the kernel itself is tested on a GPU, in test_cuda.py."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+import torchdil as dil
 from torchdil import convolve
 from torchdil.linearize import split
 
@@ -164,3 +165,43 @@ def test_without_a_compiler(monkeypatch):
     monkeypatch.setattr(convolve, "_compiles", lambda: False)
     assert name_of_choice("cuda", torch.float64) == "wide"
     assert name_of_choice("cuda", torch.float32) == "torch's"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("channels", [1, 3, 12])
+def test_a_convolution_by_strips_is_the_same_of_views(channels, dtype, monkeypatch):
+    """Of tensors that are not contiguous torch's own matrix products would give other numbers."""
+    monkeypatch.setattr(convolve, "_COLUMNS_ON_CPU", 1)
+    monkeypatch.setattr(convolve, "_STRIP", 2**12)
+    torch.manual_seed(0)
+    x = torch.randn(channels, 2, 23, 19, dtype=dtype).transpose(0, 1)
+    w = torch.randn(4, channels, 5, 3, dtype=dtype).flip(2)
+    others = ([1, 1], [2, 1], [1, 1], False, [0, 0], 1)
+    g = torch.randn(2, 19, 4, 23, dtype=dtype).permute(0, 2, 3, 1)
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
+    torch.testing.assert_close(convolve._by_strips(x, w, None, *others), aten.convolution(x, w, None, *others), **close)
+    for mask in ([True, False, False], [False, True, True], [True, True, False]):
+        expected = aten.convolution_backward(g, x, w, [4], *others, mask)
+        found = convolve._by_strips_backward(g, x, w, [4], *others, mask)
+        for one, other, wanted in zip(found, expected, mask, strict=True):
+            assert (one is not None) == wanted
+            if wanted:
+                torch.testing.assert_close(one, other, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_traced_layer_of_an_image_convolves_by_strips(dtype, monkeypatch):
+    monkeypatch.setattr(convolve, "_COLUMNS_ON_CPU", 2**10)
+    monkeypatch.setattr(convolve, "_STRIP", 2**14)
+    used = []
+    wide = convolve._wide_backward
+    monkeypatch.setattr(convolve, "_wide_backward", lambda *args: used.append(args[0].shape) or wide(*args))
+    torch.manual_seed(0)
+    filters, x = torch.randn(3, 1, 5, 5, dtype=dtype).requires_grad_(), torch.randn(1, 1, 30, 28, dtype=dtype)
+    found = []
+    for _ in range(14):
+        y = dil.argmin(lambda y: 0.5 * ((y - x) ** 2).sum() + torch.sqrt(1 + functional.conv2d(y, filters) ** 2).sum(), x).value
+        found.append(torch.autograd.grad(y.square().sum(), filters)[0])
+    assert used and used[0][2] < 26  # rows of a strip
+    rtol = 1e-8 if dtype == torch.float64 else 1e-3
+    torch.testing.assert_close(found[-1], found[0], rtol=rtol, atol=rtol)
