@@ -205,3 +205,47 @@ def test_a_traced_layer_of_an_image_convolves_by_strips(dtype, monkeypatch):
     assert used and used[0][2] < 26  # rows of a strip
     rtol = 1e-8 if dtype == torch.float64 else 1e-3
     torch.testing.assert_close(found[-1], found[0], rtol=rtol, atol=rtol)
+
+
+LINES = [(1, 4, [1], [2]), (3, 2, [2], [0]), (12, 4, [1], [1])]
+IMAGES = [(1, 4, [2, 1], [2, 1]), (3, 2, [1, 3], [0, 0])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("case", LINES + IMAGES, ids=str)
+def test_lines_and_strides_are_convolved_as_by_torch(case, dtype):
+    channels, filters, stride, padding = case
+    torch.manual_seed(0)
+    x, w = (
+        torch.randn(2, channels, *(17, 23)[: len(stride)], dtype=dtype),
+        torch.randn(filters, channels, *(5, 3)[: len(stride)], dtype=dtype),
+    )
+    others = (stride, padding, [1] * len(stride), False, [0] * len(stride), 1)
+    y = convolve._by_strips(x, w, None, *others)
+    torch.testing.assert_close(y, aten.convolution(x, w, None, *others))
+    for mask in ([True, False, False], [True, False, True], [False, True, False]):
+        expected = aten.convolution_backward(y, x, w, [filters], *others, mask)
+        found = convolve._by_strips_backward(y, x, w, [filters], *others, mask)
+        for one, other, wanted in zip(found, expected, mask, strict=True):
+            if wanted:
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_slow_in_float32_stays_in_float64():
+    """Convolutions with few channels that are transposed or dilated."""
+    w = torch.randn(4, 1, 3, 3, dtype=torch.float64)
+
+    def single(function, y):
+        def derivatives(y, p):
+            with torch.enable_grad():
+                leaf = y.detach().requires_grad_()
+                (F,) = torch.autograd.grad(torch.sqrt(1 + function(leaf) ** 2).sum(), leaf, create_graph=True)
+                return [(F.detach(),), torch.autograd.grad(F, leaf, p)]
+
+        return split(derivatives, y, torch.ones_like(y)).parts[0].multiplies
+
+    y = torch.randn(1, 1, 12, 12, dtype=torch.float64)
+    assert single(lambda y: functional.conv2d(y, w), y)
+    assert not single(lambda y: functional.conv2d(y, w, dilation=2), y)
+    assert not single(lambda y: functional.conv_transpose2d(y, w.transpose(0, 1)), y)
+    assert not single(lambda y: y.diff(dim=2), y)

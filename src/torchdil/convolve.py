@@ -35,6 +35,7 @@ _COLUMNS = 2**27
 # Bytes of that matrix on a CPU: from the first on it is made in strips of the second; and so few channels that its products
 # are faster than oneDNN's gradient of an image.
 _COLUMNS_ON_CPU, _STRIP, _NARROW = 2**23, 2**22, 8
+_KNOWN = (torch.float32, torch.float64)
 # Pixels of a program, in one row; four of them to a thread where a pixel that was read is used for many filters, else two.
 _BLOCK, _MANY = 128, 4
 
@@ -48,15 +49,19 @@ def chosen(node: fx.Node) -> Any:
     args: Sequence[Any] = node.args[1:] if backward else node.args
     x, w = (arg.meta["val"] for arg in args[:2])
     stride, padding, dilation, transposed, _, groups = args[3:9]
-    if x.ndim != 4 or transposed or groups != 1 or any(d != 1 for d in dilation) or not x.numel() * w.numel():
+    dilated, empty = any(d != 1 for d in dilation), not x.numel() * w.numel()
+    if (
+        x.device.type == "cpu"
+        and x.ndim in (3, 4)
+        and x.dtype in _KNOWN
+        and not (transposed or groups != 1 or dilated or empty)
+    ):
+        return _STRIPS[target]
+    if x.ndim != 4 or not x.is_cuda or transposed or groups != 1 or dilated or empty:
         return target
     made = node.args[0].meta["val"] if backward else node.meta["val"]  # type: ignore[union-attr]
     kernel, result = w.shape[2:].numel(), made.shape[2:].numel()
-    known, plain = x.dtype in (torch.float32, torch.float64), all(s == 1 for s in stride)
-    if x.device.type == "cpu":
-        return _STRIPS[target] if known and plain else target
-    if not x.is_cuda:
-        return target
+    known, plain = x.dtype in _KNOWN, all(s == 1 for s in stride)
     if known and plain and not backward and args[2] is None and kernel > max(_TAPS, result):
         return _as_gradient if len(x) * result * kernel <= _COLUMNS else target
     inside = all(p < k for p, k in zip(padding, w.shape[2:], strict=True))
@@ -70,6 +75,15 @@ def chosen(node: fx.Node) -> Any:
 def _by_columns(x: Tensor, w: Tensor, made: Tensor) -> bool:
     """Whether a convolution is one for torch's own."""
     return x.dtype == torch.float64 and w.numel() // len(w) * made.shape[2:].numel() <= _COLUMNS
+
+
+def takes_single(node: fx.Node) -> bool:
+    """Whether a traced convolution on a CPU takes less time in float32: with few channels oneDNN is slow where it is spread."""
+    backward = node.target is aten.convolution_backward.default
+    args: Sequence[Any] = node.args[1:] if backward else node.args
+    w, dilation, transposed, groups = args[1].meta["val"], args[5], args[6], args[8]
+    spread = transposed or (backward and any(d != 1 for d in dilation))
+    return not spread or groups != 1 or w.shape[1] > _NARROW
 
 
 def fuse(graph: fx.Graph) -> None:
@@ -213,8 +227,8 @@ def _as_gradient(x: Tensor, w: Tensor, bias: None, stride: Any, padding: Any, *o
 
 @_unless_mapped(aten.convolution.default)
 def _by_strips(x: Tensor, w: Tensor, bias: Tensor | None, stride: Any, padding: Any, *others: Any) -> Tensor:
-    """On a CPU; oneDNN is as good in float32."""
-    if x.dtype == torch.float32 or _columns(x, w, padding) < _COLUMNS_ON_CPU:
+    """On a CPU, float64; oneDNN is as good in float32."""
+    if x.dtype == torch.float32 or not _is_large(x, w, stride, padding):
         return aten.convolution.default(x, w, bias, stride, padding, *others)
     around, more = _padded(x, padding), int(w.shape[2]) - 1
     parts = (_wide(around[:, :, i : j + more], w, bias, stride, [0, 0]) for i, j in _strips(x, w, padding))
@@ -223,10 +237,18 @@ def _by_strips(x: Tensor, w: Tensor, bias: Tensor | None, stride: Any, padding: 
 
 @_unless_mapped(aten.convolution_backward.default)
 def _by_strips_backward(g: Tensor, x: Tensor, w: Tensor, bias: Any, stride: Any, padding: Any, *others: Any) -> Gradients:
+    """On a CPU; in float32 with few channels, where oneDNN takes many times as long, and in float64."""
     of_x, of_w, of_bias = others[-1]
-    single = x.dtype == torch.float32
-    if (single and (of_w or w.shape[1] > _NARROW)) or (not single and _columns(x, w, padding) < _COLUMNS_ON_CPU):
+    large = _is_large(x, w, stride, padding)
+    if (of_w or w.shape[1] > _NARROW) if x.dtype == torch.float32 else not large:
         return aten.convolution_backward.default(g, x, w, bias, stride, padding, *others)
+    b_grad = g.transpose(0, 1).flatten(1).sum(dim=1) if of_bias else None
+    if x.ndim == 3:  # a line is an image of one row
+        image = (t.unsqueeze(2) for t in (g, x, w))
+        found, *_ = _wide_backward(*image, bias, [1, *stride], [0, *padding], [of_x, False, False])
+        return None if found is None else found.squeeze(2), None, b_grad
+    if not large:
+        return *_wide_backward(g, x, w, bias, stride, padding, [of_x, of_w, False])[:2], b_grad
     around, more = _padded(x, padding), int(w.shape[2]) - 1
     x_grad, w_grads = (torch.zeros_like(around) if of_x else None), []
     for i, j in _strips(x, w, padding):
@@ -238,7 +260,12 @@ def _by_strips_backward(g: Tensor, x: Tensor, w: Tensor, bias: Any, stride: Any,
     if x_grad is not None:
         up, left = padding
         x_grad = x_grad[:, :, up : x_grad.shape[2] - up, left : x_grad.shape[3] - left]
-    return x_grad, sum(w_grads) if of_w else None, g.sum(dim=(0, 2, 3)) if of_bias else None
+    return x_grad, sum(w_grads) if of_w else None, b_grad
+
+
+def _is_large(x: Tensor, w: Tensor, stride: Any, padding: Any) -> bool:
+    """Whether the matrix of a sample is made in strips."""
+    return x.ndim == 4 and all(s == 1 for s in stride) and _columns(x, w, padding) >= _COLUMNS_ON_CPU
 
 
 def _columns(x: Tensor, w: Tensor, padding: Sequence[int]) -> int:
@@ -249,8 +276,8 @@ def _columns(x: Tensor, w: Tensor, padding: Sequence[int]) -> int:
 
 def _strips(x: Tensor, w: Tensor, padding: Sequence[int]) -> list[tuple[int, int]]:
     """Rows of the result, from and to, whose columns fit into a cache."""
-    rows, nbytes = _sides(x, w, padding)[0], _columns(x, w, padding)
-    step = rows if nbytes < _COLUMNS_ON_CPU else max(1, rows * _STRIP // nbytes)
+    rows = _sides(x, w, padding)[0]
+    step = max(1, rows * _STRIP // _columns(x, w, padding))
     return [(i, min(i + step, rows)) for i in range(0, rows, step)]
 
 

@@ -113,7 +113,7 @@ def _deal(node: fx.Node, prelude: _Prelude, parts: list[_Part]) -> None:
     """Put a call where it belongs."""
     target = _without_changes(node)
     if target in _CONVOLUTIONS:
-        from torchdil.convolve import chosen  # imports a compiler, and few need it
+        from torchdil.convolve import chosen
 
         target = chosen(node)
     if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
@@ -258,11 +258,12 @@ class _Part:
         self.terms: dict[fx.Node, dict[fx.Node, Coefficient]] = {vector: {self.inputs.first: 1.0}}
         self.handed: dict[fx.Node, fx.Node] = {}  # by the prelude
         self._made: dict[fx.Node, fx.Node] = {}  # the sums of the terms
-        self._multiplies = False
+        self._multiplies = self._slow_in_single = False
 
     def linear(self) -> LinearGraph:
         self.graph.eliminate_dead_code()
-        multiplies = self._multiplies and not any("dtype" in node.kwargs for node in self.graph.nodes)
+        named = any("dtype" in node.kwargs for node in self.graph.nodes)
+        multiplies = self._multiplies and not self._slow_in_single and not named
         order = {node: i for i, node in enumerate(self.handed)}
         transposes = [order.get(cast(fx.Node, node.args[0])) if node.target is aten.t.default else None for node in order]
         module, places = fx.GraphModule({}, self.graph), [self.prelude.saved[node] for node in order]
@@ -277,6 +278,10 @@ class _Part:
             call = self.transposed if target is aten.t.default else partial(self.graph.call_function, target)
             terms = {call(args, kwargs): 1.0}
             self._multiplies |= node.target in _PRODUCTS
+            if node.target in _CONVOLUTIONS:
+                from torchdil.convolve import takes_single  # imports a compiler, and few need it
+
+                self._slow_in_single |= not takes_single(node)
         self.terms[node] = terms
 
     def sum(self, node: fx.Node) -> dict[fx.Node, Coefficient] | None:

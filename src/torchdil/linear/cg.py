@@ -36,7 +36,7 @@ _SLACK = 10.0
 # The same where late steps took products in float32.
 _NEARLY = 1.1
 # And then it may take longer, by one of so many steps.
-_SPARE = 16
+_SPARE = 10
 # Curvatures so many roundings of the largest are none.
 _FLAT = 10
 _ENDS = int(Status.negative_curvature), int(Status.breakdown)
