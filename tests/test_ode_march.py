@@ -214,7 +214,7 @@ def test_no_matrices_are_formed_for_a_batch_that_needs_few_products(method, monk
     counted = Counted(monkeypatch)
     full = solve(f, y0, times(0.5, 3), method=method, batch_dims=1, solver=SimplifiedNewton(jacobian="full"), options=GRID)
     formed = counted.calls
-    found = solve(f, y0, times(0.5, 3), method=method, batch_dims=1, options=GRID)
+    found = solve(f, y0, times(0.5, 3), method=method, batch_dims=1, solver=SimplifiedNewton(), options=GRID)
     assert found.converged.all() and formed
     assert (counted.calls == formed) == (not found.value.is_cuda)
     assert (found.value - full.value).abs().max() < SAME
@@ -235,7 +235,7 @@ def test_matrices_are_formed_where_a_batch_turns_stiff(method, monkeypatch):
     full = solve(f, y0, times(2.0, 8), solver=SimplifiedNewton(jacobian="full"), **settings)
     counted = Counted(monkeypatch)
     for end, steps, formed in ((1.0, 4, y0.is_cuda), (2.0, 8, True)):
-        found = solve(f, y0, times(end, steps), **settings)
+        found = solve(f, y0, times(end, steps), solver=SimplifiedNewton(), **settings)
         assert found.converged.all() and bool(counted.calls) == formed
         assert (found.value - full.value[: steps + 1]).abs().max() < SAME
     assert (found.stats.steps >= 8).all()

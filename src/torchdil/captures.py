@@ -50,10 +50,14 @@ def _captured(function: Any) -> Iterator[tuple[Tensor, Any]]:
         if id(item) in seen:
             continue
         seen.add(id(item))
-        if isinstance(item, Tensor):
+        try:
+            found, parts = isinstance(item, Tensor), list(parts_of(item))
+        except Exception:  # an object may refuse to be looked at
+            continue
+        if found:
             yield item, place
         else:
-            stack.extend((part, (place, name)) for name, part in reversed(list(parts_of(item))))
+            stack.extend((part, (place, name)) for name, part in reversed(parts))
 
 
 def functions_read(function: Any) -> int:

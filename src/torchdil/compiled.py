@@ -51,6 +51,20 @@ def quietly() -> Iterator[None]:
         functorch._set_vmap_fallback_warning_enabled(True)
 
 
+@contextmanager
+def unless_waited_for(on_gpu: bool) -> Iterator[bool]:
+    """A block in which nobody else traces; False, in a backward pass on a GPU, if somebody does.
+
+    All backward passes on a GPU run in one thread, which whoever traces may be waiting for: to wait there would be for ever.
+    """
+    free = tracing.acquire(blocking=not on_gpu or torch._C._current_graph_task_id() < 0)
+    try:
+        yield free
+    finally:
+        if free:
+            tracing.release()
+
+
 class _Kind:
     """What is known of one function at one set of shapes: how often it came, and its fast form once there is one."""
 
@@ -101,8 +115,11 @@ class Compiled:
         kind = self._memory.setdefault(signature, _Kind())
         kind.calls += 1
         if kind.calls == self._patience + 1:
-            with tracing:
-                kind.fast = _fast_form(self._function, inputs)
+            with unless_waited_for(inputs[0].is_cuda) as free:
+                if free:
+                    kind.fast = _fast_form(self._function, inputs)
+                else:
+                    kind.calls -= 1
         self.was_fast = kind.fast is not None
         if kind.fast is None:
             return self._function(*inputs)
@@ -144,11 +161,16 @@ def scripted(function: Function, tensors: Sequence[Tensor], others: Sequence[Ten
     return compiled
 
 
-def fast(function: Function, tensors: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Function:
-    """`function(*tensors, *others)` as a TorchScript graph or a CUDA graph; itself where that cannot be, or would not pay."""
+def fast(function: Function, tensors: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Function | None:
+    """`function(*tensors, *others)` as a TorchScript graph or a CUDA graph; itself where that cannot be, or would not pay.
+
+    None: not now, as somebody else is tracing.
+    """
     inputs = (*tensors, *others)
     try:
-        with tracing, quietly():
+        with unless_waited_for(inputs[0].is_cuda) as free, quietly():
+            if not free:
+                return None
             if not inputs[0].is_cuda:
                 return scripted(function, tensors, others)
             return CudaGraph(function, inputs) if room_for(sum(t.nbytes for t in inputs), inputs[0].device) else function

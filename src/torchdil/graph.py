@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.parameter import is_lazy
 
 from torchdil.captures import captured_tensors
 
@@ -65,7 +66,7 @@ def dependence(F: Tensor, leaf: Tensor, before: Outside, known: Iterable[Tensor]
     Nodes older than that are outside. AccumulateGrad nodes carry their leaf; a non-leaf tensor is recognised by its edge, if
     it is in `known` or in the closure of `function`. Where ages do not tell, what is not known is followed to its leaves.
     """
-    edges = {_edge(t): t for t in (*known, *before.tensors) if t.requires_grad}
+    edges = {_edge(t): t for t in (*known, *before.tensors) if t.requires_grad and not is_lazy(t)}
     found: dict[int, tuple[Tensor, GradientEdge]] = {}
     unknown = set()
     on_leaf = False

@@ -45,4 +45,5 @@ def number_of(node: fx.Node, target: Any, numbers: dict[fx.Node, float]) -> floa
 
 def _one(node: fx.Node, number: float) -> Tensor:
     like = node.meta["val"]
-    return torch.full([1] * like.ndim, number, dtype=like.dtype, device="cpu")
+    # Where the function computes: a GPU divides by a number in another way than a CPU.
+    return torch.full([1] * like.ndim, number, dtype=like.dtype, device=like.device)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from torchdil import batch
-from torchdil.compiled import by_inductor, fast, quietly, tracing
+from torchdil.compiled import by_inductor, fast, quietly, tracing, unless_waited_for
 from torchdil.graph import partial_derivatives
 from torchdil.linear_graph import Bound, add_in_place
 from torchdil.linearize import Split, UntraceableError, split
@@ -117,8 +117,9 @@ class _Trace:
     def _compiled(self, key: Hashable, function: Routine, tensors: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Routine:
         with self._lock:
             routine, runs = self._routines.pop(key, (None, 0))
-            if routine is None:
-                routine = fast(function, tensors, saved)
+        if routine is None and (routine := fast(function, tensors, saved)) is None:  # somebody else is tracing
+            return function
+        with self._lock:
             if self._to_compile and runs == _OFTEN and sum(t.numel() for t in (*tensors, *saved)) <= _SMALL:
                 routine = self._faster(function, tensors, saved) or routine
             self._routines[key] = routine, runs + 1  # at the end, as with the traces
@@ -373,7 +374,9 @@ class Source:
 
         assert self._memory is not None
         vectors = [torch.ones_like(self._y) for _ in range((1 if self._symmetric else 2) + bool(pulled))]
-        with tracing:
+        with unless_waited_for(self._y.is_cuda) as free:
+            if not free:
+                return
             _here.tracing = True
             try:
                 devices = [self._y.device] if self._y.is_cuda else []
