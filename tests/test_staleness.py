@@ -1,5 +1,6 @@
 """What changes ∂F/∂θ while F, or J, stays what it was: gradients of traced layers must follow it."""
 
+import copy
 import dataclasses
 import functools
 import sys
@@ -13,6 +14,8 @@ from torch import nn
 
 import torchdil as dil
 from torchdil import traced
+from torchdil.shapes_only import ValueReadError, shapes_only
+from torchdil.signature import signature
 
 RTOL = 1e-9  # relative, of a gradient in float64
 BEFORE, AFTER = 25, 15  # calls before and after the change
@@ -293,6 +296,70 @@ def test_shapes_that_depend_on_values(name):
         mask = torch.zeros(5, dtype=torch.bool)
         mask[: 1 if call < BEFORE else 3] = True
         assert off(lambda y, mask=mask: curve(y) - MASKED[name](theta, mask), (theta,), call) <= RTOL
+
+
+def scaled_gradient(x, factor):
+    """x, with a gradient that is multiplied."""
+    return factor * x + ((1 - factor) * x).detach()
+
+
+ALPHA, FIRST, SECOND = torch.tensor(1.0, dtype=torch.float64), torch.tensor(1), torch.tensor(2)
+VALUES_READ = {
+    "tensor": lambda x: torch.tensor([ALPHA, ALPHA, ALPHA]),
+    "tensor of tuples": lambda x: torch.tensor(((ALPHA,), (ALPHA,), (ALPHA,)))[:, 0],
+    "tensor by keyword": lambda x: torch.tensor(data=[ALPHA]),
+    "as_tensor": lambda x: torch.as_tensor([ALPHA]),
+    "asarray": lambda x: torch.asarray([ALPHA]),
+    "new_tensor": lambda x: x.new_tensor([ALPHA]),
+    "new": lambda x: x.new([ALPHA]),
+    "DoubleTensor": lambda x: torch.DoubleTensor([ALPHA]),
+    "Tensor": lambda x: torch.Tensor([ALPHA]),
+    "str": lambda x: float(str(ALPHA[None])[8:11]),
+    "format": lambda x: float(f"{ALPHA[None]}"[8:11]),
+    "deepcopy": lambda x: copy.deepcopy(ALPHA),
+    "sparse": lambda x: torch.sparse_coo_tensor([[0, 1, 2]], [ALPHA, ALPHA, ALPHA]).to_dense(),
+    "index": lambda x: x[None][:, [FIRST, SECOND, FIRST]][0],
+    "setitem": lambda x: torch.zeros(1, 3, device=x.device).__setitem__((0, [FIRST, SECOND]), 1.0),
+    "tensor_split": lambda x: x.tensor_split(torch.stack([FIRST, SECOND]))[0],
+    "tensor_split of torch": lambda x: torch.tensor_split(x, FIRST)[0],
+}
+NO_VALUES_READ = {
+    "tensor of numbers": lambda x: torch.tensor([1.0, 2.0, 3.0]),
+    "tensor of a tensor": lambda x: torch.as_tensor(ALPHA),
+    "index": lambda x: x[[1, 2]] + x[torch.stack([FIRST, SECOND])],
+    "indices": lambda x: x[None][:, [1, 2]][torch.stack([FIRST - 1]), torch.stack([FIRST])],
+    "tensor_split": lambda x: x.tensor_split([1, 2])[0],
+    "stack": lambda x: torch.stack([ALPHA, ALPHA]),
+}
+
+
+@pytest.mark.parametrize("name", VALUES_READ)
+def test_values_that_are_read_without_an_operation_are_seen(name):
+    with pytest.raises(ValueReadError), shapes_only():
+        VALUES_READ[name](draw(0, 3))
+
+
+@pytest.mark.parametrize("name", NO_VALUES_READ)
+def test_what_reads_no_values_is_left_alone(name):
+    with shapes_only():
+        NO_VALUES_READ[name](draw(0, 3))
+
+
+@pytest.mark.parametrize("name", ["tensor", "new", "DoubleTensor", "index"])
+def test_tensors_made_of_values(name, monkeypatch):
+    for place in ("ALPHA", "FIRST", "SECOND"):
+        monkeypatch.setitem(globals(), place, globals()[place].clone())
+    made = VALUES_READ[name]
+    for call in range(BEFORE + AFTER):
+        if call == BEFORE:
+            ALPHA.fill_(0.3)
+            FIRST.fill_(0)
+        x = draw(call, 3).requires_grad_()
+        assert off(lambda y, x=x: curve(y) - scaled_gradient(x, made(x.detach())), (x,), call) <= RTOL
+
+
+def test_a_function_that_hands_its_memory_on_is_not_traced():
+    assert signature(lambda y: torch.from_dlpack(torch.utils.dlpack.to_dlpack(y))) is None
 
 
 def test_places_by_numbers_are_traced():

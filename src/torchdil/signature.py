@@ -64,7 +64,7 @@ _UNNAMED |= {f"__{name}__" for name in _OTHERS.split()}
 _OF_MODULES = frozenset(nn.Module().__dict__)
 
 # Functions that name one of these read what nothing shows.
-_BLIND = frozenset({"globals", "eval", "exec", "__import__", "import_module"})
+_BLIND = frozenset({"globals", "eval", "exec", "__import__", "import_module", "to_dlpack"})
 
 
 def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
