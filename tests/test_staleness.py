@@ -191,6 +191,26 @@ class ByHook(Model):
         self.net.register_full_backward_hook(lambda module, given, _: tuple(None if g is None else 10 * g for g in given))
 
 
+HANDLES = []
+
+
+def of_all_modules(model, register, hook):
+    """A hook of all modules, which does something to this model's network only."""
+    HANDLES.append(register(lambda module, *given: hook(*given) if module is model.net else None))
+
+
+class ByForwardHookOfAll(Model):
+    def change(self):
+        register = nn.modules.module.register_module_forward_hook
+        of_all_modules(self, register, lambda _, out: scaled_gradient(out, 0.3))
+
+
+class ByBackwardHookOfAll(Model):
+    def change(self):
+        register = nn.modules.module.register_module_full_backward_hook
+        of_all_modules(self, register, lambda given, _: tuple(None if g is None else 10 * g for g in given))
+
+
 class Callable:
     """No module, but an object that is called."""
 
@@ -231,6 +251,7 @@ def asked():
 
 
 CHANGES = [ByGlobal, ByClass, BySuper, ByBuffer, BySlots, BySet, ByTolist, ByStrength, ByHook, Callable, ByModule, ByFunction]
+CHANGES += [ByForwardHookOfAll, ByBackwardHookOfAll]
 
 
 @pytest.fixture
@@ -240,6 +261,9 @@ def _as_before(monkeypatch):
     monkeypatch.setattr(ByClass, "stops", False)
     monkeypatch.setitem(sys.modules, options.__name__, options)
     options.FLAGS, asked.stop = {"stop": False}, False
+    yield
+    while HANDLES:
+        HANDLES.pop().remove()
 
 
 @pytest.mark.parametrize("kind", CHANGES)
@@ -250,6 +274,15 @@ def test_a_change_that_only_derivatives_show(kind, _as_before):
             model.change()
         x = draw(call, 3).requires_grad_()
         assert off(lambda y, x=x: model(y, x), (x, *model.parameters()), call) <= RTOL
+
+
+@pytest.mark.parametrize("name", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_nothing_is_traced_while_there_are_hooks_of_all_modules(name):
+    assert signature(Model()) is not None
+    handle = getattr(nn.modules.module, f"register_module_{name}_hook")(lambda *_: None)
+    assert signature(Model()) is None
+    handle.remove()
+    assert signature(Model()) is not None
 
 
 def test_what_nothing_shows_is_found_within_eighteen_solves(tmp_path):

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
 from torchdil.batch import Layout
@@ -74,8 +75,10 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
     Of an object that functions only read attributes of, those count: a method of a model does not depend on the list of losses
     that the model keeps. Of classes and modules that are reached, what has a name that is mentioned anywhere counts, or all,
     where names are composed. None for a function that reaches too many objects, or things that do not show what they hold, or
-    modules whose hooks want to see what autograd does.
+    modules whose hooks want to see what autograd does; and while there are hooks of all modules.
     """
+    if _has_any_global_hook():
+        return None
     try:
         return _Walk().over(function)
     except Exception:  # an object may refuse to be looked at
