@@ -285,6 +285,42 @@ def test_nothing_is_traced_while_there_are_hooks_of_all_modules(name):
     assert signature(Model()) is not None
 
 
+def by_hook(h, seen):
+    h.register_hook(seen.append)
+
+
+def by_several(h, seen):
+    torch.autograd.graph.register_multi_grad_hook((h,), lambda grads: seen.append(grads[0]))
+
+
+def by_node(h, seen):
+    h.grad_fn.register_prehook(lambda grads: seen.append(grads[0]))
+
+
+def by_retained(h, seen):
+    h.retain_grad()
+    seen.append(h)
+
+
+@pytest.mark.parametrize("watch", [by_hook, by_several, by_node, by_retained])
+def test_what_is_watched_inside_a_function_is_its_gradient(watch):
+    """Of y + tanh(y) / 10 = h it is 1 / (1 + (1 - tanh² y) / 10)."""
+    net, seen = nn.Linear(3, 3, dtype=torch.float64), []
+
+    def F(y, x):
+        h = torch.tanh(net(x))
+        if h.requires_grad:
+            watch(h, seen)
+        return curve(y) - h
+
+    for call in range(BEFORE):
+        seen.clear()
+        y = dil.root(F, torch.zeros(3, dtype=torch.float64), (draw(call, 3),), linear_solver=dil.GMRES(rtol=1e-11)).value
+        y.sum().backward()
+        found = [h.grad for h in seen if h.grad is not None] if watch is by_retained else seen
+        torch.testing.assert_close(*found, 1 / (1 + 0.1 * (1 - torch.tanh(y.detach()) ** 2)), rtol=1e-8, atol=0)
+
+
 def test_what_nothing_shows_is_found_within_eighteen_solves(tmp_path):
     """A file, for example."""
     model, wrong = Model(), []

@@ -66,6 +66,8 @@ _OF_MODULES = frozenset(nn.Module().__dict__)
 
 # Functions that name one of these read what nothing shows.
 _BLIND = frozenset({"globals", "eval", "exec", "__import__", "import_module", "to_dlpack"})
+# These want to see what autograd does, which a trace would not show them, and a check by autograd would at another vector.
+_BLIND |= {"register_hook", "register_prehook", "register_multi_grad_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 
 
 def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
