@@ -24,7 +24,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
 from torchdil.batch import Layout
-from torchdil.captures import attributes, of_torch, parts_of, read_of_self, reads
+from torchdil.captures import attributes, by_torch, closed_over, of_torch, parts_of, read_of_self, reads
 from torchdil.variables import composes_names, imported_by, mentioned
 
 # A key is made at every call, and must cost no more than it can save.
@@ -167,7 +167,9 @@ class _Walk:
 
     def _function(self, item: types.FunctionType, kind: type) -> None:
         self.key.append(item.__code__)
-        if not of_torch(item):  # whose functions depend on nothing else
+        if by_torch(item):  # which depends on nothing else
+            self.stack += closed_over(item)
+        else:
             names = mentioned(item.__code__)
             if not _BLIND.isdisjoint(names):
                 raise _UnknownError
