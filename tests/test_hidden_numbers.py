@@ -3,6 +3,7 @@
 import array
 import contextvars
 import ctypes
+import dataclasses
 import decimal
 import enum
 import operator
@@ -108,6 +109,78 @@ class OfMeta(metaclass=Meta):
     pass
 
 
+class Made:
+    """Whatever makes it."""
+
+    def __init__(self):
+        self.ridge = RIDGE
+
+
+class MadeByBase(Made):
+    pass
+
+
+class MadeByNew:
+    def __new__(cls):
+        made = super().__new__(cls)
+        made.ridge = RIDGE
+        return made
+
+
+@dataclasses.dataclass
+class MadeAfter:
+    def __post_init__(self):
+        self.ridge = RIDGE
+
+
+@dataclasses.dataclass
+class MadeByFactory:
+    ridge: float = dataclasses.field(default_factory=lambda: RIDGE)
+
+
+class MadeModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ridge = RIDGE
+
+
+class CalledModule(nn.Module):
+    def forward(self):
+        return RIDGE
+
+
+class Unnamed:
+    """What is called without its name."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        return other == RIDGE
+
+    def __setitem__(self, key, value):
+        self.kept = RIDGE
+
+    def __setattr__(self, name, value):
+        object.__setattr__(self, name, RIDGE)
+
+    def _set(self, value):
+        object.__setattr__(self, "kept", RIDGE)
+
+    def _delete(self):
+        object.__setattr__(self, "kept", RIDGE)
+
+    place = property(None, _set, _delete)
+
+
+def set_item(held):
+    held[0] = 0.0
+
+
+def after(change, held):
+    change(held)
+    return vars(held).pop("kept")
+
+
 class Signs:
     def __invert__(self):
         return RIDGE
@@ -167,6 +240,19 @@ WAYS = {
     "a global read by a property of an object": (Plain, lambda self: self.held.ridge, to_global),
     "a global read by an operator": (Plain, lambda self: self.held @ 1.0, to_global),
     "a global read by a static method": (Plain, lambda self: self.held.fixed(), to_global),
+    "what makes an object": (lambda: None, lambda self: Made().ridge, to_global),
+    "what makes one of a class that is held": (lambda: Made, lambda self: self.held().ridge, to_global),
+    "what makes one in a base": (lambda: None, lambda self: MadeByBase().ridge, to_global),
+    "__new__": (lambda: None, lambda self: MadeByNew().ridge, to_global),
+    "__post_init__": (lambda: None, lambda self: MadeAfter().ridge, to_global),
+    "a default factory": (lambda: None, lambda self: MadeByFactory().ridge, to_global),
+    "what makes a module": (lambda: None, lambda self: MadeModule().ridge, to_global),
+    "a module that is made": (lambda: None, lambda self: CalledModule()(), to_global),
+    "==": (Unnamed, lambda self: 0.4 if self.held == 0.4 else 0.1, to_global),
+    "an item that is set": (Unnamed, lambda self: after(set_item, self.held), to_global),
+    "an attribute that is set": (Unnamed, lambda self: after(lambda held: setattr(held, "kept", 0), self.held), to_global),
+    "a property that is set": (Unnamed, lambda self: after(lambda held: setattr(held, "place", 0), self.held), to_global),
+    "a property that is deleted": (Unnamed, lambda self: after(lambda held: delattr(held, "place"), self.held), to_global),
     "a sign": (Signs, lambda self: ~self.held, to_global),
     "another operator": (Signs, lambda self: self.held | 1.0, to_global),
     "a method of a number": (lambda: Kind.first, lambda self: self.held.ridge(), to_global),
@@ -338,6 +424,42 @@ def test_what_does_not_matter_does_not_change_the_key():
     model.count += 1
     settings.unrelated = object()
     assert signature(model.forward)[1] == before[1]
+
+
+SEEN = []
+
+
+class Loads(nn.Module):
+    """Its constructor reads what has nothing to do with what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = len(SEEN) + RIDGE * 0
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def offset(self):
+        return 0.0
+
+    def forward(self, y):
+        return self.weight * y + self.offset()
+
+
+class LoadsMore(Loads):
+    def offset(self):
+        return super().offset() + 1.0
+
+    def forward(self, y):
+        return super().forward(y)
+
+
+@pytest.mark.parametrize("kind", [Loads, LoadsMore])
+@pytest.mark.parametrize("form", [lambda model: model, lambda model: model.forward], ids=["model", "method"])
+def test_how_an_object_was_made_does_not_matter(kind, form, monkeypatch):
+    model = kind()
+    before = signature(form(model))
+    assert before is not None
+    monkeypatch.setitem(globals(), "SEEN", [1.0])
+    assert signature(form(model))[1] == before[1]
 
 
 @pytest.mark.parametrize("way", ["a global read by a submodule", "a module of settings", "the class of an object"])

@@ -98,7 +98,8 @@ def reads(function: types.FunctionType) -> Iterator[Any]:
         if everywhere and name in function.__globals__:
             yield from attributes(function.__globals__[name], names)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        if cell != types.CellType():
+        of_super = name == "__class__" and "super" in code.co_names  # which looks at `self`
+        if cell != types.CellType() and not of_super:
             yield from attributes(cell.cell_contents, reads.get((False, name)))
     yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 

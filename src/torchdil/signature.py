@@ -14,7 +14,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, MappingView
+from collections.abc import Callable, Hashable, Iterator, Mapping, MappingView
 from typing import Any
 
 import numpy as np
@@ -55,12 +55,13 @@ _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
 )
 # What nobody changes while a model is trained, and whose classes are large.
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "torchdil", "numpy", "scipy", "lightning", "pytorch_lightning", "transformers"}
-# Methods that are called without their name.
-_OPERATORS = "add sub mul matmul truediv floordiv mod divmod pow and or xor lshift rshift"
-_OTHERS = "call getattr getattribute getitem missing iter next reversed len contains get enter exit bool float int index"
-_OTHERS += " complex round neg pos invert abs array lt le gt ge torch_function"
-_UNNAMED = frozenset(f"__{side}{name}__" for side in ("", "r", "i") for name in _OPERATORS.split())
-_UNNAMED |= {f"__{name}__" for name in _OTHERS.split()}
+# What is called without its name, besides the special methods of classes, of which these make objects: where there are objects
+# only, and not their class, they are of no concern.
+_UNNAMED = frozenset({"__getattr__"})
+_MAKE = frozenset({"__new__", "__init__", "__post_init__"})
+# These are for people and for files, and may reach far.
+_ASIDE = "repr str format dir sizeof del copy deepcopy reduce reduce_ex getstate setstate getnewargs getnewargs_ex"
+_LEFT = frozenset(_MAKE.union(f"__{name}__" for name in _ASIDE.split()))
 # What every module has, and what does not change what it computes.
 _OF_MODULES = frozenset(nn.Module().__dict__)
 
@@ -97,7 +98,7 @@ class _Walk:
     Attributes:
         tensors, key: what was found.
         stack: what is yet to be looked at.
-        named: dictionaries whose values count by their names, and the names that did.
+        named: dictionaries whose values count by their names, and the names that did, or do not.
         mentions: the names that were met.
         composed: whether names were met that are made when the function runs.
     """
@@ -149,7 +150,11 @@ class _Walk:
     def names_of(self, *owners: Any) -> None:
         """What these hold counts by its names."""
         for owner in owners:
-            self.named.setdefault(id(owner), (vars(owner), set()))
+            if id(owner) not in self.named:
+                held = vars(owner)
+                self.named[id(owner)] = held, set(_MAKE)
+                if isinstance(owner, type):
+                    self.mentions.update(_special(held))
 
     def by_name(self) -> bool:
         """Whether there is more to look at: what these dictionaries hold under names that were met since."""
@@ -162,7 +167,7 @@ class _Walk:
                 value = held[name]
                 if isinstance(value, (staticmethod, classmethod)):
                     value = value.__func__
-                self.stack.append(value.fget if isinstance(value, property) else value)
+                self.stack += (value.fget, value.fset, value.fdel) if isinstance(value, property) else (value,)
         return bool(self.stack)
 
     def _function(self, item: types.FunctionType, kind: type) -> None:
@@ -232,10 +237,12 @@ class _Walk:
         self.key.append(id(item))
         self.names_of(*_own_classes(item))
         for base in _own_classes(item):
-            # Its numbers, and what a backward of its own reads.
+            # Its numbers, what makes one of it, and what a backward of its own reads.
             functions: tuple[type, ...] = (staticmethod,) if issubclass(base, torch.autograd.Function) else ()
-            read = (part for part in vars(base).values() if type(part) in _PLAIN or isinstance(part, (Tensor, *functions)))
-            self.stack += (part.__func__ if isinstance(part, staticmethod) else part for part in read)
+            made = {*_MAKE, "forward"} if issubclass(base, nn.Module) else _MAKE
+            for name, part in vars(base).items():
+                if type(part) in _PLAIN or isinstance(part, (Tensor, *functions)) or (name in made and not _of_library(part)):
+                    self.stack.append(part.__func__ if isinstance(part, staticmethod) else part)
 
     def _library(self, item: types.ModuleType, kind: type) -> None:
         self.key.append(id(item))
@@ -274,6 +281,20 @@ class _Itself:
 def _own_classes(kind: type) -> tuple[type, ...]:
     """The class and its bases, those of libraries left out."""
     return tuple(base for base in kind.__mro__ if base.__module__.split(".")[0] not in _LIBRARIES)
+
+
+def _special(held: Mapping[str, Any]) -> Iterator[str]:
+    """The names of the special methods of a class, which are called by operators, functions and statements."""
+    for name, value in held.items():
+        called = name[:2] == "__" and name not in _LEFT and (callable(value) or isinstance(value, (property, classmethod)))
+        if called and not _of_library(value):
+            yield name
+
+
+def _of_library(function: Any) -> bool:
+    """Whether it is a function of a library's that closes over nothing, as an enumeration has them."""
+    known = isinstance(function, types.FunctionType) and function.__closure__ is None
+    return known and str(function.__globals__.get("__name__")).split(".")[0] in _LIBRARIES
 
 
 def _imported(function: types.FunctionType) -> list[Any]:
