@@ -369,6 +369,11 @@ def test_what_torch_wraps_is_read(name):
     assert signature(transformed)[1] != before
 
 
+def test_what_torch_closes_over_does_not_reach_far():
+    op = torch.ops.aten.add  # which holds functions of torch's with decorators
+    assert signature(lambda y: op(y, y)) is not None
+
+
 def test_what_wraps_a_function_of_torch_is_read(monkeypatch):
     before = signature(named_as_of_torch)[1]
     monkeypatch.setattr(settings, "scale", 0.4)

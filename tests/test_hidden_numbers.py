@@ -1,13 +1,21 @@
 """Numbers that a function reads in a roundabout way are part of what its trace is kept under."""
 
+import abc
 import array
 import contextvars
 import ctypes
 import dataclasses
+import datetime
 import decimal
 import enum
+import functools
+import mmap
+import multiprocessing
 import operator
+import queue
+import re
 import sys
+import threading
 import types
 import weakref
 from typing import NamedTuple
@@ -213,6 +221,26 @@ class Score(nn.Module):
         return ((y - self.weight) ** 2).sum() + self.ridge() * (y**2).sum()
 
 
+class Asked:
+    """By names that nobody else mentions."""
+
+    slack = 0.1
+
+    def slackness(self):
+        return SLACKNESS
+
+    def slackened(self, by):
+        return SLACKNESS * by
+
+
+ASKED, SLACKNESS = Asked(), 0.1
+OUTER = types.SimpleNamespace(held=ASKED)
+
+
+def to_asked(value):
+    Asked.slack = globals()["SLACKNESS"] = value
+
+
 def to_global(value):
     globals()["RIDGE"] = value
 
@@ -253,6 +281,11 @@ WAYS = {
     "an attribute that is set": (Unnamed, lambda self: after(lambda held: setattr(held, "kept", 0), self.held), to_global),
     "a property that is set": (Unnamed, lambda self: after(lambda held: setattr(held, "place", 0), self.held), to_global),
     "a property that is deleted": (Unnamed, lambda self: after(lambda held: delattr(held, "place"), self.held), to_global),
+    "a getter": (lambda: operator.attrgetter("slack"), lambda self: self.held(ASKED), to_asked),
+    "a getter of an attribute of one": (lambda: operator.attrgetter("held.slack"), lambda self: self.held(OUTER), to_asked),
+    "a caller of a method": (lambda: operator.methodcaller("slackness"), lambda self: self.held(ASKED), to_asked),
+    "one with arguments": (lambda: operator.methodcaller("slackened", 1.0), lambda self: self.held(ASKED), to_asked),
+    "one with keywords": (lambda: operator.methodcaller("slackened", by=1.0), lambda self: self.held(ASKED), to_asked),
     "a sign": (Signs, lambda self: ~self.held, to_global),
     "another operator": (Signs, lambda self: self.held | 1.0, to_global),
     "a method of a number": (lambda: Kind.first, lambda self: self.held.ridge(), to_global),
@@ -379,6 +412,24 @@ class Counter(ctypes.Structure):
     _fields_ = [("value", ctypes.c_double)]
 
 
+library = torch.library.Library("torchdil_test", "DEF")
+library.define("same(Tensor x) -> Tensor")
+library.impl("same", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_autograd("torchdil_test::same", lambda ctx, g: RIDGE * g, lib=library)
+
+
+@torch.library.custom_op("torchdil_test_custom::same", mutates_args=())
+def same(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+same.register_autograd(lambda ctx, g: RIDGE * g)
+
+
+def reads_gradient(weight):
+    return lambda y: y * weight.grad
+
+
 variable = contextvars.ContextVar("variable", default=0.1)
 OPAQUE = {
     "a large array": np.full(2000, 0.1),
@@ -391,6 +442,12 @@ OPAQUE = {
     "a generator": (number for number in (0.1,)),
     "values of a dictionary": {"ridge": 0.1}.values(),
     "an array of objects": np.array([0.1, None], dtype=object),
+    "memory": mmap.mmap(-1, 8),
+    "an event between processes": multiprocessing.Event(),
+    "a queue": queue.SimpleQueue(),
+    "a cell": types.CellType(0.1),
+    "an operation whose derivative is in Python": torch.ops.torchdil_test.same,
+    "one form of it": torch.ops.torchdil_test.same.default,
 }
 
 
@@ -398,6 +455,59 @@ OPAQUE = {
 def test_what_does_not_show_its_numbers_is_not_traced(kind):
     held = OPAQUE[kind]
     assert signature(lambda y: (y, held)) is None
+
+
+def test_what_is_read_of_a_tensor_besides_its_numbers_is_not_traced():
+    assert signature(reads_gradient(torch.ones(2, requires_grad=True))) is None
+    assert signature(lambda y: torch.ops.torchdil_test.same(y)) is None
+
+
+class Transparent(nn.Module, abc.ABC):
+    """What is held by models, and no reason not to trace them."""
+
+    def __init__(self):
+        super().__init__()
+        self.locks = threading.Lock(), threading.RLock(), threading.Event()
+        self.of_python = (
+            object(),
+            re.compile("a"),
+            ...,
+            operator.itemgetter(0),
+            list[int],
+            datetime.time(1),
+            datetime.UTC,
+        )
+        self.of_torch = torch.Generator(), torch.strided, torch.finfo(torch.float32), torch.Tensor.tanh, torch.contiguous_format
+        self.operations = torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.jit.script(nn.functional.tanhshrink)
+        self.of_numpy = np.sin, np.sum, np.dtype(float), np.random.default_rng()
+        self.grad = nn.Linear(2, 2)
+
+    @functools.cached_property
+    def worked_out(self):
+        return len(self.of_python)
+
+    def forward(self, y):
+        (slope,) = torch.autograd.grad(getattr(self, f"gra{'d'}")(y).sum(), y, create_graph=True)
+        return torch.ops.aten.sin(slope) * self.worked_out
+
+
+def test_what_cannot_change_is_no_reason_not_to_trace():
+    model = Transparent()
+    before = signature(model)
+    assert before is not None and signature(model)[1] == before[1]
+    assert signature(lambda y: torch.func.grad(lambda z: z.sum())(y)) is not None
+
+
+def test_what_a_custom_operation_reads_is_in_the_key():
+    def score(y):
+        return same(y).sum()
+
+    before = signature(score)
+    assert before is not None and signature(score)[1] == before[1]
+    to_global(0.4)
+    after = signature(score)[1]
+    to_global(0.1)
+    assert after != before[1] == signature(score)[1]
 
 
 def test_a_function_that_reads_all_globals_is_not_traced():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import array
 import contextvars
 import ctypes
@@ -10,7 +11,10 @@ import decimal
 import fractions
 import functools
 import importlib.util
+import operator
+import re
 import sys
+import threading
 import types
 import weakref
 from collections import deque
@@ -20,12 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
 from torchdil.batch import Layout
 from torchdil.captures import attributes, by_torch, closed_over, of_torch, parts_of, read_of_self, reads
-from torchdil.variables import composes_names, imported_by, mentioned
+from torchdil.variables import composes_names, imported_by, mentioned, reads_gradient
 
 # A key is made at every call, and must cost no more than it can save.
 _KEY_LIMIT = 1000
@@ -38,7 +44,7 @@ _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
     # What does not show what it holds.
     ("unknown", (torch.jit.ScriptModule, types.MappingProxyType, types.GeneratorType, contextvars.ContextVar)),
     ("unknown", (bytearray, memoryview, array.array, ctypes._SimpleCData, ctypes.Structure, ctypes.Array)),
-    ("unknown", (Iterator, MappingView)),
+    ("unknown", (Iterator, MappingView, types.CellType, torch.ScriptObject, torch._C.ScriptDict, torch._C.ScriptList)),
     ("weak", (weakref.ref,)),
     ("module", (nn.Module,)),
     ("function", (types.FunctionType,)),
@@ -52,7 +58,15 @@ _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("library", (types.ModuleType,)),
     ("structure", (pytree.TreeSpec,)),
     ("layout", (Layout,)),
+    ("getter", (operator.attrgetter, operator.methodcaller)),
+    ("operation", (OpOverload, OpOverloadPacket)),
+    ("custom", (CustomOpDef,)),
 )
+# What shows nothing of what it holds, which nobody can change; or is not read, as of locks; or drawn from, which F shows.
+_FIXED: tuple[type, ...] = (re.Pattern, re.Match, datetime.time, datetime.tzinfo, operator.itemgetter, np.dtype)
+_FIXED += (types.CodeType, types.GenericAlias, types.UnionType, types.EllipsisType, types.NotImplementedType)
+_FIXED += (np.random.Generator, np.random.BitGenerator, np.random.RandomState)
+_FIXED += (type(threading.Lock()), type(threading.RLock()), type(vars(abc.ABC)["_abc_impl"]))
 # What nobody changes while a model is trained, and whose classes are large.
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "torchdil", "numpy", "scipy", "lightning", "pytorch_lightning", "transformers"}
 # What is called without its name, besides the special methods of classes, of which these make objects: where there are objects
@@ -176,7 +190,9 @@ class _Walk:
             self.stack += closed_over(item)
         else:
             names = mentioned(item.__code__)
-            if not _BLIND.isdisjoint(names):
+            if not _BLIND.isdisjoint(names) or ("ops" in names and not _in_python().isdisjoint(names)):
+                raise _UnknownError
+            if "grad" in names and reads_gradient(item.__code__):
                 raise _UnknownError
             self.mentions |= names
             self.composed |= composes_names(item.__code__)
@@ -251,11 +267,31 @@ class _Walk:
 
     def _object(self, item: Any, kind: type) -> None:
         held = _held(item)
+        if held is None and not _is_fixed(kind):
+            raise _UnknownError
         if held is None:
             self.key += (kind, _Itself(item))
         else:
             self.key += (kind, *held)
             self.stack += (*held.values(), *_methods(item, "__call__"))
+
+    def _getter(self, item: Any, kind: type) -> None:
+        make, given = item.__reduce__()
+        if isinstance(make, functools.partial):  # of a method that is called with keywords
+            given = (*make.args, *given, *make.keywords, *make.keywords.values())
+        names = given if kind is operator.attrgetter else given[:1]
+        self.mentions.update(part for name in names for part in name.split("."))
+        self.key += (kind, len(given))
+        self.stack += given
+
+    def _operation(self, item: Any, kind: type) -> None:
+        if str(item).partition(".")[0] in _in_python():
+            raise _UnknownError
+        self.key += (kind, _Itself(item))
+
+    def _custom(self, item: CustomOpDef, kind: type) -> None:
+        self.key += (kind, _Itself(item))
+        self.stack += (part for part in vars(item).values() if isinstance(part, (types.FunctionType, dict)))
 
 
 # By the name of a way.
@@ -289,6 +325,23 @@ def _special(held: Mapping[str, Any]) -> Iterator[str]:
         called = name[:2] == "__" and name not in _LEFT and (callable(value) or isinstance(value, (property, classmethod)))
         if called and not _of_library(value):
             yield name
+
+
+def _in_python() -> frozenset[str]:
+    """The namespaces of operations whose derivatives are in Python, where they may read anything."""
+    return _namespaces(len(torch.library._impls))
+
+
+@functools.lru_cache(maxsize=1)
+def _namespaces(count: int) -> frozenset[str]:
+    found = (name.split("/") for name in torch.library._impls)
+    return frozenset(namespace for namespace, *_, key in found if "Autograd" in key and namespace not in ("aten", "prims"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_fixed(kind: type) -> bool:
+    described = hasattr(kind, "__get__")  # an attribute of a class, which holds nothing
+    return kind is object or described or issubclass(kind, _FIXED) or kind.__module__.split(".")[0] == "torch"
 
 
 def _of_library(function: Any) -> bool:
