@@ -317,6 +317,77 @@ def test_a_function_without_a_module():
     assert signature(names["double"])[1] != key
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = 0.5
+
+    def forward(self, y):
+        return self.scale * y
+
+
+@functools.wraps(nn.functional.tanhshrink)
+def named_as_of_torch(y):
+    return settings.scale * y
+
+
+class Decorated(Model):
+    @torch.no_grad()
+    def step(self, y, x):
+        return super().step(y, x)
+
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x):
+        return self.step(x, x)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Scaled())
+
+
+TRANSFORMS = {
+    "vmap": torch.vmap,
+    "grad": torch.func.grad,
+    "jacrev": torch.func.jacrev,
+    "jacfwd": torch.func.jacfwd,
+    "hessian": torch.func.hessian,
+    "no_grad": lambda net: torch.no_grad()(net.forward),
+    "autocast": lambda net: torch.autocast("cpu", enabled=False)(net.forward),
+    "checkpoint": lambda net: functools.partial(torch.utils.checkpoint.checkpoint, net, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_what_torch_wraps_is_read(name):
+    """Though it is a function of torch's that is called, and has the name of one."""
+    net = network()
+    transformed = TRANSFORMS[name](net)
+    tensors, before = signature(transformed)
+    assert {id(t) for t in tensors} >= {id(t) for t in net.parameters()}
+    net[2].scale = 0.4
+    assert signature(transformed)[1] != before
+
+
+def test_what_torch_closes_over_does_not_reach_far():
+    op = torch.ops.aten.add  # which holds functions of torch's with decorators
+    assert signature(lambda y: op(y, y)) is not None
+
+
+def test_what_wraps_a_function_of_torch_is_read(monkeypatch):
+    before = signature(named_as_of_torch)[1]
+    monkeypatch.setattr(settings, "scale", 0.4)
+    assert signature(named_as_of_torch)[1] != before
+
+
+@pytest.mark.parametrize("form", [lambda model: model, lambda model: model.step], ids=["model", "method"])
+def test_methods_that_torch_decorates_are_read(form):
+    model = Decorated()
+    before = signature(form(model))[1]
+    model.scale = 0.4
+    assert signature(form(model))[1] != before
+
+
 def test_methods_that_call_each_other():
     class Loop:
         def first(self, y):

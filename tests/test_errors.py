@@ -231,6 +231,28 @@ def test_no_unknown_is_refused_and_no_problem_is_not():
     assert dil.argmin(lambda y: (y**2).sum(-1), torch.zeros(0, 3)).value.shape == (0, 3)
 
 
+FROM_INFERENCE = {
+    "y0": lambda x, start: dil.argmin(lambda y, x: ((y - 2 * x) ** 2).sum(-1), start, (x,)).value,
+    "layer": lambda x, start: dil.RootLayer(lambda y, x: y - 2 * x)(x, start),
+    "init": lambda x, start: dil.RootLayer(lambda y, x: y - 2 * x, init=torch.inference_mode()(lambda x: 0 * x))(x),
+    "attach": lambda x, start: dil.attach(lambda y, x: y - 2 * x, start, (x,)),
+}
+
+
+@pytest.mark.parametrize("name", FROM_INFERENCE)
+def test_a_start_from_inference_mode(name):
+    """Its copies do not begin as version 0, as if they had been changed."""
+    x = torch.ones(4, 3, dtype=torch.float64, requires_grad=True)
+    with torch.inference_mode():
+        start = 2 * x
+    y = FROM_INFERENCE[name](x, start)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(y, 2 * x)
+    torch.testing.assert_close(found, torch.full_like(x, 2))
+    with pytest.raises(RuntimeError, match="must not change y in place"):
+        dil.root(lambda y, x: y.sub_(2 * x), start, (x,))
+
+
 def test_good_input_is_not_refused():
     """What the checks above must let through."""
     scalar = torch.tensor(2.0, dtype=torch.float64)

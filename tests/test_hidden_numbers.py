@@ -1,12 +1,21 @@
 """Numbers that a function reads in a roundabout way are part of what its trace is kept under."""
 
+import abc
 import array
 import contextvars
 import ctypes
+import dataclasses
+import datetime
 import decimal
 import enum
+import functools
+import mmap
+import multiprocessing
 import operator
+import queue
+import re
 import sys
+import threading
 import types
 import weakref
 from typing import NamedTuple
@@ -108,6 +117,78 @@ class OfMeta(metaclass=Meta):
     pass
 
 
+class Made:
+    """Whatever makes it."""
+
+    def __init__(self):
+        self.ridge = RIDGE
+
+
+class MadeByBase(Made):
+    pass
+
+
+class MadeByNew:
+    def __new__(cls):
+        made = super().__new__(cls)
+        made.ridge = RIDGE
+        return made
+
+
+@dataclasses.dataclass
+class MadeAfter:
+    def __post_init__(self):
+        self.ridge = RIDGE
+
+
+@dataclasses.dataclass
+class MadeByFactory:
+    ridge: float = dataclasses.field(default_factory=lambda: RIDGE)
+
+
+class MadeModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ridge = RIDGE
+
+
+class CalledModule(nn.Module):
+    def forward(self):
+        return RIDGE
+
+
+class Unnamed:
+    """What is called without its name."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        return other == RIDGE
+
+    def __setitem__(self, key, value):
+        self.kept = RIDGE
+
+    def __setattr__(self, name, value):
+        object.__setattr__(self, name, RIDGE)
+
+    def _set(self, value):
+        object.__setattr__(self, "kept", RIDGE)
+
+    def _delete(self):
+        object.__setattr__(self, "kept", RIDGE)
+
+    place = property(None, _set, _delete)
+
+
+def set_item(held):
+    held[0] = 0.0
+
+
+def after(change, held):
+    change(held)
+    return vars(held).pop("kept")
+
+
 class Signs:
     def __invert__(self):
         return RIDGE
@@ -140,6 +221,26 @@ class Score(nn.Module):
         return ((y - self.weight) ** 2).sum() + self.ridge() * (y**2).sum()
 
 
+class Asked:
+    """By names that nobody else mentions."""
+
+    slack = 0.1
+
+    def slackness(self):
+        return SLACKNESS
+
+    def slackened(self, by):
+        return SLACKNESS * by
+
+
+ASKED, SLACKNESS = Asked(), 0.1
+OUTER = types.SimpleNamespace(held=ASKED)
+
+
+def to_asked(value):
+    Asked.slack = globals()["SLACKNESS"] = value
+
+
 def to_global(value):
     globals()["RIDGE"] = value
 
@@ -167,6 +268,24 @@ WAYS = {
     "a global read by a property of an object": (Plain, lambda self: self.held.ridge, to_global),
     "a global read by an operator": (Plain, lambda self: self.held @ 1.0, to_global),
     "a global read by a static method": (Plain, lambda self: self.held.fixed(), to_global),
+    "what makes an object": (lambda: None, lambda self: Made().ridge, to_global),
+    "what makes one of a class that is held": (lambda: Made, lambda self: self.held().ridge, to_global),
+    "what makes one in a base": (lambda: None, lambda self: MadeByBase().ridge, to_global),
+    "__new__": (lambda: None, lambda self: MadeByNew().ridge, to_global),
+    "__post_init__": (lambda: None, lambda self: MadeAfter().ridge, to_global),
+    "a default factory": (lambda: None, lambda self: MadeByFactory().ridge, to_global),
+    "what makes a module": (lambda: None, lambda self: MadeModule().ridge, to_global),
+    "a module that is made": (lambda: None, lambda self: CalledModule()(), to_global),
+    "==": (Unnamed, lambda self: 0.4 if self.held == 0.4 else 0.1, to_global),
+    "an item that is set": (Unnamed, lambda self: after(set_item, self.held), to_global),
+    "an attribute that is set": (Unnamed, lambda self: after(lambda held: setattr(held, "kept", 0), self.held), to_global),
+    "a property that is set": (Unnamed, lambda self: after(lambda held: setattr(held, "place", 0), self.held), to_global),
+    "a property that is deleted": (Unnamed, lambda self: after(lambda held: delattr(held, "place"), self.held), to_global),
+    "a getter": (lambda: operator.attrgetter("slack"), lambda self: self.held(ASKED), to_asked),
+    "a getter of an attribute of one": (lambda: operator.attrgetter("held.slack"), lambda self: self.held(OUTER), to_asked),
+    "a caller of a method": (lambda: operator.methodcaller("slackness"), lambda self: self.held(ASKED), to_asked),
+    "one with arguments": (lambda: operator.methodcaller("slackened", 1.0), lambda self: self.held(ASKED), to_asked),
+    "one with keywords": (lambda: operator.methodcaller("slackened", by=1.0), lambda self: self.held(ASKED), to_asked),
     "a sign": (Signs, lambda self: ~self.held, to_global),
     "another operator": (Signs, lambda self: self.held | 1.0, to_global),
     "a method of a number": (lambda: Kind.first, lambda self: self.held.ridge(), to_global),
@@ -293,6 +412,24 @@ class Counter(ctypes.Structure):
     _fields_ = [("value", ctypes.c_double)]
 
 
+library = torch.library.Library("torchdil_test", "DEF")
+library.define("same(Tensor x) -> Tensor")
+library.impl("same", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_autograd("torchdil_test::same", lambda ctx, g: RIDGE * g, lib=library)
+
+
+@torch.library.custom_op("torchdil_test_custom::same", mutates_args=())
+def same(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+same.register_autograd(lambda ctx, g: RIDGE * g)
+
+
+def reads_gradient(weight):
+    return lambda y: y * weight.grad
+
+
 variable = contextvars.ContextVar("variable", default=0.1)
 OPAQUE = {
     "a large array": np.full(2000, 0.1),
@@ -305,6 +442,12 @@ OPAQUE = {
     "a generator": (number for number in (0.1,)),
     "values of a dictionary": {"ridge": 0.1}.values(),
     "an array of objects": np.array([0.1, None], dtype=object),
+    "memory": mmap.mmap(-1, 8),
+    "an event between processes": multiprocessing.Event(),
+    "a queue": queue.SimpleQueue(),
+    "a cell": types.CellType(0.1),
+    "an operation whose derivative is in Python": torch.ops.torchdil_test.same,
+    "one form of it": torch.ops.torchdil_test.same.default,
 }
 
 
@@ -312,6 +455,59 @@ OPAQUE = {
 def test_what_does_not_show_its_numbers_is_not_traced(kind):
     held = OPAQUE[kind]
     assert signature(lambda y: (y, held)) is None
+
+
+def test_what_is_read_of_a_tensor_besides_its_numbers_is_not_traced():
+    assert signature(reads_gradient(torch.ones(2, requires_grad=True))) is None
+    assert signature(lambda y: torch.ops.torchdil_test.same(y)) is None
+
+
+class Transparent(nn.Module, abc.ABC):
+    """What is held by models, and no reason not to trace them."""
+
+    def __init__(self):
+        super().__init__()
+        self.locks = threading.Lock(), threading.RLock(), threading.Event()
+        self.of_python = (
+            object(),
+            re.compile("a"),
+            ...,
+            operator.itemgetter(0),
+            list[int],
+            datetime.time(1),
+            datetime.UTC,
+        )
+        self.of_torch = torch.Generator(), torch.strided, torch.finfo(torch.float32), torch.Tensor.tanh, torch.contiguous_format
+        self.operations = torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.jit.script(nn.functional.tanhshrink)
+        self.of_numpy = np.sin, np.sum, np.dtype(float), np.random.default_rng()
+        self.grad = nn.Linear(2, 2)
+
+    @functools.cached_property
+    def worked_out(self):
+        return len(self.of_python)
+
+    def forward(self, y):
+        (slope,) = torch.autograd.grad(getattr(self, f"gra{'d'}")(y).sum(), y, create_graph=True)
+        return torch.ops.aten.sin(slope) * self.worked_out
+
+
+def test_what_cannot_change_is_no_reason_not_to_trace():
+    model = Transparent()
+    before = signature(model)
+    assert before is not None and signature(model)[1] == before[1]
+    assert signature(lambda y: torch.func.grad(lambda z: z.sum())(y)) is not None
+
+
+def test_what_a_custom_operation_reads_is_in_the_key():
+    def score(y):
+        return same(y).sum()
+
+    before = signature(score)
+    assert before is not None and signature(score)[1] == before[1]
+    to_global(0.4)
+    after = signature(score)[1]
+    to_global(0.1)
+    assert after != before[1] == signature(score)[1]
 
 
 def test_a_function_that_reads_all_globals_is_not_traced():
@@ -338,6 +534,42 @@ def test_what_does_not_matter_does_not_change_the_key():
     model.count += 1
     settings.unrelated = object()
     assert signature(model.forward)[1] == before[1]
+
+
+SEEN = []
+
+
+class Loads(nn.Module):
+    """Its constructor reads what has nothing to do with what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = len(SEEN) + RIDGE * 0
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def offset(self):
+        return 0.0
+
+    def forward(self, y):
+        return self.weight * y + self.offset()
+
+
+class LoadsMore(Loads):
+    def offset(self):
+        return super().offset() + 1.0
+
+    def forward(self, y):
+        return super().forward(y)
+
+
+@pytest.mark.parametrize("kind", [Loads, LoadsMore])
+@pytest.mark.parametrize("form", [lambda model: model, lambda model: model.forward], ids=["model", "method"])
+def test_how_an_object_was_made_does_not_matter(kind, form, monkeypatch):
+    model = kind()
+    before = signature(form(model))
+    assert before is not None
+    monkeypatch.setitem(globals(), "SEEN", [1.0])
+    assert signature(form(model))[1] == before[1]
 
 
 @pytest.mark.parametrize("way", ["a global read by a submodule", "a module of settings", "the class of an object"])

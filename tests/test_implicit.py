@@ -818,6 +818,8 @@ def test_batched_cotangents_get_their_sentence():
     f = lambda t: dil.root(lambda y: y**3 + y - t, torch.zeros(2, dtype=torch.float64)).value  # noqa: E731
     with pytest.raises(RuntimeError, match=r"use torch\.func\.jacrev"):
         torch.autograd.functional.jacobian(f, t, vectorize=True)
+    with pytest.raises(RuntimeError, match=r"use torch\.func\.jacrev"):
+        torch.autograd.functional.jacobian(f, t.detach(), vectorize=True, strategy="forward-mode")
     torch.testing.assert_close(
         torch.autograd.functional.jacobian(f, t),
         torch.func.jacrev(lambda t: dil.root(lambda y, t: y**3 + y - t, torch.zeros(2, dtype=torch.float64), (t,)).value)(

@@ -1,5 +1,6 @@
 """What changes ∂F/∂θ while F, or J, stays what it was: gradients of traced layers must follow it."""
 
+import copy
 import dataclasses
 import functools
 import sys
@@ -13,6 +14,8 @@ from torch import nn
 
 import torchdil as dil
 from torchdil import traced
+from torchdil.shapes_only import ValueReadError, shapes_only
+from torchdil.signature import signature
 
 RTOL = 1e-9  # relative, of a gradient in float64
 BEFORE, AFTER = 25, 15  # calls before and after the change
@@ -188,6 +191,26 @@ class ByHook(Model):
         self.net.register_full_backward_hook(lambda module, given, _: tuple(None if g is None else 10 * g for g in given))
 
 
+HANDLES = []
+
+
+def of_all_modules(model, register, hook):
+    """A hook of all modules, which does something to this model's network only."""
+    HANDLES.append(register(lambda module, *given: hook(*given) if module is model.net else None))
+
+
+class ByForwardHookOfAll(Model):
+    def change(self):
+        register = nn.modules.module.register_module_forward_hook
+        of_all_modules(self, register, lambda _, out: scaled_gradient(out, 0.3))
+
+
+class ByBackwardHookOfAll(Model):
+    def change(self):
+        register = nn.modules.module.register_module_full_backward_hook
+        of_all_modules(self, register, lambda given, _: tuple(None if g is None else 10 * g for g in given))
+
+
 class Callable:
     """No module, but an object that is called."""
 
@@ -228,6 +251,7 @@ def asked():
 
 
 CHANGES = [ByGlobal, ByClass, BySuper, ByBuffer, BySlots, BySet, ByTolist, ByStrength, ByHook, Callable, ByModule, ByFunction]
+CHANGES += [ByForwardHookOfAll, ByBackwardHookOfAll]
 
 
 @pytest.fixture
@@ -237,6 +261,9 @@ def _as_before(monkeypatch):
     monkeypatch.setattr(ByClass, "stops", False)
     monkeypatch.setitem(sys.modules, options.__name__, options)
     options.FLAGS, asked.stop = {"stop": False}, False
+    yield
+    while HANDLES:
+        HANDLES.pop().remove()
 
 
 @pytest.mark.parametrize("kind", CHANGES)
@@ -247,6 +274,51 @@ def test_a_change_that_only_derivatives_show(kind, _as_before):
             model.change()
         x = draw(call, 3).requires_grad_()
         assert off(lambda y, x=x: model(y, x), (x, *model.parameters()), call) <= RTOL
+
+
+@pytest.mark.parametrize("name", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_nothing_is_traced_while_there_are_hooks_of_all_modules(name):
+    assert signature(Model()) is not None
+    handle = getattr(nn.modules.module, f"register_module_{name}_hook")(lambda *_: None)
+    assert signature(Model()) is None
+    handle.remove()
+    assert signature(Model()) is not None
+
+
+def by_hook(h, seen):
+    h.register_hook(seen.append)
+
+
+def by_several(h, seen):
+    torch.autograd.graph.register_multi_grad_hook((h,), lambda grads: seen.append(grads[0]))
+
+
+def by_node(h, seen):
+    h.grad_fn.register_prehook(lambda grads: seen.append(grads[0]))
+
+
+def by_retained(h, seen):
+    h.retain_grad()
+    seen.append(h)
+
+
+@pytest.mark.parametrize("watch", [by_hook, by_several, by_node, by_retained])
+def test_what_is_watched_inside_a_function_is_its_gradient(watch):
+    """Of y + tanh(y) / 10 = h it is 1 / (1 + (1 - tanh² y) / 10)."""
+    net, seen = nn.Linear(3, 3, dtype=torch.float64), []
+
+    def F(y, x):
+        h = torch.tanh(net(x))
+        if h.requires_grad:
+            watch(h, seen)
+        return curve(y) - h
+
+    for call in range(BEFORE):
+        seen.clear()
+        y = dil.root(F, torch.zeros(3, dtype=torch.float64), (draw(call, 3),), linear_solver=dil.GMRES(rtol=1e-11)).value
+        y.sum().backward()
+        found = [h.grad for h in seen if h.grad is not None] if watch is by_retained else seen
+        torch.testing.assert_close(*found, 1 / (1 + 0.1 * (1 - torch.tanh(y.detach()) ** 2)), rtol=1e-8, atol=0)
 
 
 def test_what_nothing_shows_is_found_within_eighteen_solves(tmp_path):
@@ -294,6 +366,70 @@ def test_shapes_that_depend_on_values(name):
         mask = torch.zeros(5, dtype=torch.bool)
         mask[: 1 if call < BEFORE else 3] = True
         assert off(lambda y, mask=mask: curve(y) - MASKED[name](theta, mask), (theta,), call) <= RTOL
+
+
+def scaled_gradient(x, factor):
+    """x, with a gradient that is multiplied."""
+    return factor * x + ((1 - factor) * x).detach()
+
+
+ALPHA, FIRST, SECOND = torch.tensor(1.0, dtype=torch.float64), torch.tensor(1), torch.tensor(2)
+VALUES_READ = {
+    "tensor": lambda x: torch.tensor([ALPHA, ALPHA, ALPHA]),
+    "tensor of tuples": lambda x: torch.tensor(((ALPHA,), (ALPHA,), (ALPHA,)))[:, 0],
+    "tensor by keyword": lambda x: torch.tensor(data=[ALPHA]),
+    "as_tensor": lambda x: torch.as_tensor([ALPHA]),
+    "asarray": lambda x: torch.asarray([ALPHA]),
+    "new_tensor": lambda x: x.new_tensor([ALPHA]),
+    "new": lambda x: x.new([ALPHA]),
+    "DoubleTensor": lambda x: torch.DoubleTensor([ALPHA]),
+    "Tensor": lambda x: torch.Tensor([ALPHA]),
+    "str": lambda x: float(str(ALPHA[None])[8:11]),
+    "format": lambda x: float(f"{ALPHA[None]}"[8:11]),
+    "deepcopy": lambda x: copy.deepcopy(ALPHA),
+    "sparse": lambda x: torch.sparse_coo_tensor([[0, 1, 2]], [ALPHA, ALPHA, ALPHA]).to_dense(),
+    "index": lambda x: x[None][:, [FIRST, SECOND, FIRST]][0],
+    "setitem": lambda x: torch.zeros(1, 3, device=x.device).__setitem__((0, [FIRST, SECOND]), 1.0),
+    "tensor_split": lambda x: x.tensor_split(torch.stack([FIRST, SECOND]))[0],
+    "tensor_split of torch": lambda x: torch.tensor_split(x, FIRST)[0],
+}
+NO_VALUES_READ = {
+    "tensor of numbers": lambda x: torch.tensor([1.0, 2.0, 3.0]),
+    "tensor of a tensor": lambda x: torch.as_tensor(ALPHA),
+    "index": lambda x: x[[1, 2]] + x[torch.stack([FIRST, SECOND])],
+    "indices": lambda x: x[None][:, [1, 2]][torch.stack([FIRST - 1]), torch.stack([FIRST])],
+    "tensor_split": lambda x: x.tensor_split([1, 2])[0],
+    "stack": lambda x: torch.stack([ALPHA, ALPHA]),
+}
+
+
+@pytest.mark.parametrize("name", VALUES_READ)
+def test_values_that_are_read_without_an_operation_are_seen(name):
+    with pytest.raises(ValueReadError), shapes_only():
+        VALUES_READ[name](draw(0, 3))
+
+
+@pytest.mark.parametrize("name", NO_VALUES_READ)
+def test_what_reads_no_values_is_left_alone(name):
+    with shapes_only():
+        NO_VALUES_READ[name](draw(0, 3))
+
+
+@pytest.mark.parametrize("name", ["tensor", "new", "DoubleTensor", "index"])
+def test_tensors_made_of_values(name, monkeypatch):
+    for place in ("ALPHA", "FIRST", "SECOND"):
+        monkeypatch.setitem(globals(), place, globals()[place].clone())
+    made = VALUES_READ[name]
+    for call in range(BEFORE + AFTER):
+        if call == BEFORE:
+            ALPHA.fill_(0.3)
+            FIRST.fill_(0)
+        x = draw(call, 3).requires_grad_()
+        assert off(lambda y, x=x: curve(y) - scaled_gradient(x, made(x.detach())), (x,), call) <= RTOL
+
+
+def test_a_function_that_hands_its_memory_on_is_not_traced():
+    assert signature(lambda y: torch.from_dlpack(torch.utils.dlpack.to_dlpack(y))) is None
 
 
 def test_places_by_numbers_are_traced():

@@ -1,8 +1,8 @@
 """Traced derivatives: equal to those of autograd, used once a layer was solved with often enough, and never out of date."""
 
-import decimal
 import gc
 import pickle
+import sys
 import threading
 import types
 import warnings
@@ -148,6 +148,35 @@ def test_what_only_derivatives_are_wanted_of_is_not_computed():
     names = called(split(hessian_of_one_layer(1.0), draw(2, 30), draw(3, 30)).prelude)
     assert not {"softplus", "sum", "ones_like", "pow"}.intersection(names)
     assert names.count("mul") == 1  # of the second derivative of softplus; ½ · 2 (y - x) is y - x
+
+
+# Functions of (0.5, -0.3, 1.2) with an infinite slope where a derivative of 0 is selected, and what autograd makes of it.
+SELECTED = {
+    "relu": (lambda t: torch.relu(t).sqrt(), lambda t: 0.5 / t.sqrt()),
+    "relu, entries of it": (lambda t: torch.relu(t)[[0, 1, 2]].sqrt(), lambda t: 0.5 / t.sqrt()),
+    "relu, in another shape": (lambda t: torch.relu(t)[None].expand(2, 3).sqrt().mean(0), lambda t: 0.5 / t.sqrt()),
+    "relu to a power": (lambda t: torch.relu(t) ** 0.7, lambda t: 0.7 * t**-0.3),
+    "relu6": (lambda t: functional.relu6(t).sqrt(), lambda t: 0.5 / t.sqrt()),
+    "threshold": (lambda t: functional.threshold(t, 0.0, 0.0).sqrt(), lambda t: 0.5 / t.sqrt()),
+    "clamp": (lambda t: t.clamp(min=0).sqrt(), lambda t: 0.5 / t.sqrt()),
+    "hardtanh": (lambda t: torch.acos(functional.hardtanh(t - 0.7)), lambda t: -1 / (1 - (t - 0.7) ** 2).sqrt()),
+    "where": (lambda t: torch.where(t > 0, t, torch.zeros(3).to(t)).sqrt(), lambda t: 0.5 / t.sqrt()),
+    "masked": (lambda t: t.masked_fill(t < 0, 0.0).sqrt(), lambda t: 0.5 / t.sqrt()),
+}
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_a_derivative_that_selects_does_so_of_infinities(name):
+    """y = x + s(θ): with a dead entry, as relu has them, autograd gives 0, and a product with 0 would be NaN."""
+    function, slope = SELECTED[name]
+    theta = torch.tensor([0.5, -0.3, 1.2], dtype=torch.float64, requires_grad=True)
+    layer = dil.ArgminLayer(lambda y, x: (0.5 * y**2 - y * (x + function(theta))).sum(-1), init=(3,))
+    alive = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+    expected = 4 * slope(theta.detach()).where(alive > 0, alive)
+    for call in range(traced._PATIENCE + 2 * traced._CHECKED_EVERY):
+        (found,) = torch.autograd.grad(layer(draw(call, 4, 3)).sum(), theta)
+        torch.testing.assert_close(found, expected, **TIGHT)
+    assert kept(layer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -332,8 +361,19 @@ def test_changes_are_seen(change):
     assert len(traces()) == 1 and not any(memory.refused for memory in traced._memories.values())
 
 
-# A number that nothing shows: it is kept by a module in C.
-KEPT = decimal.getcontext()
+class Kept:
+    """A number that nothing shows: the interpreter keeps it, as the time that a thread may run on, in 10 µs."""
+
+    @property
+    def prec(self):
+        return round(sys.getswitchinterval() * 1e5)
+
+    @prec.setter
+    def prec(self, value):
+        sys.setswitchinterval(value * 1e-5)
+
+
+KEPT = Kept()
 
 
 def hidden():
@@ -426,6 +466,36 @@ def test_a_hidden_change_of_the_derivative_alone_is_told(monkeypatch):
     assert not traces()
     traced.forget_all()
     torch.testing.assert_close(found, scaled_gradient(W, 0), rtol=1e-9, atol=0)
+
+
+def spoil(found):
+    return tuple(t * float("nan") for t in found)
+
+
+@pytest.mark.parametrize("linear_solver", [dil.CG(rtol=1e-12), dil.CG(rtol=1e-12, max_steps=30)], ids=repr)
+@pytest.mark.parametrize("part", ["product", "pull"])
+def test_a_trace_that_gives_nan_for_a_number_is_given_up(part, linear_solver, monkeypatch):
+    whole = traced.Source.bound
+
+    def spoilt(self, parts, *rest):
+        function = whole(self, parts, *rest)
+        return (lambda *t: spoil(function(*t))) if ("pull" in parts) == (part == "pull") else function
+
+    monkeypatch.setattr(traced.Source, "bound", spoilt)
+    monkeypatch.setattr(traced.Source, "_close", lambda *_: True)
+    layer = Layer(linear_solver=linear_solver)
+    for seed in range(CALLS):
+        check(layer, seed)
+    assert not traces()
+
+
+def test_a_gradient_that_is_infinite_in_autograd_too_is_no_reason():
+    theta = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    layer = dil.ArgminLayer(lambda y, x: (0.5 * y**2 - y * (x + theta.sqrt())).sum(-1), init=(3,))
+    for call in range(CALLS):
+        (found,) = torch.autograd.grad(layer(draw(call, 4, 3)).sum(), theta)
+        assert bool((found == float("inf")).all())
+    assert kept(layer)
 
 
 @pytest.mark.parametrize("solver", [dil.Auto(rtol=1e-11), dil.CG(rtol=1e-11), dil.GMRES(rtol=1e-11), dil.Dense()])

@@ -1,5 +1,6 @@
 """Derivatives by every road: torch.func transforms, forward mode, mixtures and third order, against differences and loops."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -178,6 +179,16 @@ def test_vmap(solve):
     close(vmap(solve, in_dims=(1, 0), out_dims=1)(XS.T, both), loop(solve, XS, both).T)
 
 
+@pytest.mark.parametrize("solve", [by_root, by_fixed_point, by_layer])
+def test_vmap_over_no_copies(solve):
+    """Of no copies there are no results, as of torch's own functions (whose rule for `0.5 * x.sum()` fails, though)."""
+    none, shape = XS[:0], solve(X, A).shape
+    assert vmap(solve, in_dims=(0, None))(none, A).shape == (0, *shape)
+    assert vmap(jacrev(solve), in_dims=(0, None))(none, A).shape == (0, *shape, *X.shape)
+    assert vmap(jacfwd(solve), in_dims=(0, None))(none, A).shape == (0, *shape, *X.shape)
+    assert vmap(vmap(solve, in_dims=(0, None)), in_dims=(0, None))(none.expand(2, 0, 3), A).shape == (2, 0, *shape)
+
+
 @pytest.mark.parametrize("solve", SOLVES)
 def test_vmap_of_jacobians(solve):
     expected = loop(lambda x: plain_jacobian(solve, x, A), XS)
@@ -352,6 +363,18 @@ def test_captured_tensors_are_refused(transform):
         transform(lambda x: dil.root(lambda y, x: y**3 + tracked * y - x, ZERO, (x,)).value.sum())(X)
     # What is not tracked may be captured.
     transform(lambda x: dil.root(lambda y, x: y**3 + A * y - x, ZERO, (x,)).value.sum())(X)
+
+
+@dataclasses.dataclass
+class Held:
+    """No part of a tree of tensors."""
+
+    x: torch.Tensor
+
+
+def test_tensors_in_objects_are_refused():
+    with pytest.raises(RuntimeError, match=r"pass every such tensor in args \(or in x\), in tuples, lists or dicts, "):
+        torch.func.grad(lambda x: dil.root(lambda y, a: y**3 + y - a.x, ZERO, (Held(x),)).value.sum())(X)
 
 
 def test_captured_batches_are_refused():

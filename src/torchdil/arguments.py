@@ -45,6 +45,7 @@ def check_arguments(function: Any, name: str, y0: Any, y_name: str, args: Any, o
 def first_value(function: Callable[..., Any], name: str, y0: Any, args: tuple[Any, ...]) -> Any:
     """The function's value at y0; raises one sentence if it cannot be called so, or changes y."""
     y = map_tensors(lambda t: t.detach().clone(), y0)
+    versions = [leaf._version for leaf in leaves(y) if not leaf.is_inference()]  # not 0 if y0 was made under inference_mode
     try:
         # In the mode of the call: what the function remembers from here (a cached weight) must keep its graph.
         with observed_by(None):
@@ -54,7 +55,7 @@ def first_value(function: Callable[..., Any], name: str, y0: Any, args: tuple[An
         given = ", ".join(_described(leaf) for leaf in pytree.tree_leaves((y, args)) if isinstance(leaf, Tensor))
         error.add_note(f"This was the first call of {name}, with y and then args of: {given}.")
         raise
-    if any(leaf._version for leaf in leaves(y) if not leaf.is_inference()):
+    if versions != [leaf._version for leaf in leaves(y) if not leaf.is_inference()]:
         raise RuntimeError(f"{name} must not change y in place: write y = y - x and not y -= x, or work on y.clone().")
     return value
 

@@ -102,7 +102,8 @@ def reads(function: types.FunctionType) -> Iterator[Any]:
         if everywhere and name in function.__globals__:
             yield from attributes(function.__globals__[name], names)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        if cell != types.CellType():
+        of_super = name == "__class__" and "super" in code.co_names  # which looks at `self`
+        if cell != types.CellType() and not of_super:
             yield from attributes(cell.cell_contents, reads.get((False, name)))
     yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
@@ -146,5 +147,18 @@ def attributes(owner: Any, names: frozenset[str] | None) -> list[Any]:
 
 
 def of_torch(function: types.FunctionType) -> bool:
-    """Whether it is torch's or ours."""
-    return (function.__module__ or "").startswith(("torch.", "torchdil."))  # what was made by exec may have no module
+    """Whether it is torch's or ours, and depends on nothing else."""
+    return by_torch(function) and not closed_over(function)
+
+
+def by_torch(function: types.FunctionType) -> bool:
+    """Whether its code is torch's or ours: what wraps a function of torch's may have the name of that."""
+    return (function.__globals__.get("__name__") or "").startswith(("torch.", "torchdil."))
+
+
+def closed_over(function: types.FunctionType) -> list[Any]:
+    """What it closes over, as what torch wraps around a function (`vmap`, `no_grad`) does over that."""
+    if function.__closure__ is None:
+        return []
+    cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+    return [cell.cell_contents for name, cell in cells if name != "__class__" and cell != types.CellType()]

@@ -75,6 +75,7 @@ class Point:
         tangent = fwd.unpack_dual(self.F).tangent if tangents_active() else None
         if not tracked and tangent is None:
             return self.y
+        _refuse_batched(tangent)
         self.operator.pairs = self.condition.pairs
         if tracked:
             link = _Link(self.condition, self.operator, True, self.F, on, self.y)
@@ -154,6 +155,15 @@ class _Link:
         return _Implicit.apply(_Link(condition, self.operator, transpose, F, on, value), F, *on.tensors)
 
 
+def _refuse_batched(v: Tensor | None) -> None:
+    """Raise one sentence for many cotangents or tangents at once, by what torch had before torch.func."""
+    if v is not None and functorch.is_legacy_batchedtensor(v):
+        raise RuntimeError(
+            "is_grads_batched=True and vectorize=True cannot go through an implicit layer: use torch.func.jacrev with "
+            "explicit args, or one gradient at a time."
+        )
+
+
 class _Implicit(torch.autograd.Function):
     """y, as a function of the tensors that F depends on: `apply(link, F, *boundary) -> y`."""
 
@@ -174,11 +184,7 @@ class _Implicit(torch.autograd.Function):
         nothing = (None,) * len(link.boundary)
         if v is None:
             return None, None, *nothing
-        if functorch.is_legacy_batchedtensor(v):
-            raise RuntimeError(
-                "is_grads_batched=True and vectorize=True cannot go through an implicit layer: use torch.func.jacrev with "
-                "explicit args, or one gradient at a time."
-            )
+        _refuse_batched(v)
         if not torch.is_grad_enabled() and not tangents_active():
             if link.cut and (found := link.pull_at_once(v)) is not None:
                 return None, None, *found

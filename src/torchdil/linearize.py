@@ -29,17 +29,16 @@ from torchdil.one_number import SHAPED, number_of
 
 aten = torch.ops.aten
 
-# Elementwise derivatives op(g, ...), linear in their first argument.
+# Elementwise derivatives op(g, ...), linear in their first argument, that multiply it. Those that select, as relu's does, are
+# applied to the value itself: 0 takes the place of what is infinite there, as behind relu(x).sqrt(), and 0 · inf is NaN.
 _ELEMENTWISE = {
     aten.sigmoid_backward.default,
     aten.tanh_backward.default,
     aten.softplus_backward.default,
-    aten.threshold_backward.default,
     aten.gelu_backward.default,
     aten.silu_backward.default,
     aten.elu_backward.default,
     aten.leaky_relu_backward.default,
-    aten.hardtanh_backward.default,
     aten.log_sigmoid_backward.default,
 }
 # In-place, but of the shape only.

@@ -16,6 +16,7 @@ A strategy that cannot do the function at hand falls back to "backward" without 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import warnings
@@ -134,8 +135,7 @@ class Operator:
             return False
         p = batch.select(batch.finite(p), p, torch.zeros_like(p))
         true, traced = (self.product(transpose, strategy)(p) for strategy in ("backward", "auto"))
-        error, size = (torch.linalg.vector_norm(t) for t in (true - traced, true))
-        return bool(error > torch.finfo(p.dtype).eps ** 0.5 * size)
+        return _differs(true - traced, true, p.dtype)
 
     def stale_pull(self, F: Tensor, on: Dependence) -> bool:
         """Whether a trace gives another pᵀ ∂F/∂t than autograd for a t that F depends on; F: with its graph.
@@ -150,10 +150,8 @@ class Operator:
         sure = partial_derivatives(F, p, on.tensors, self.graph()[0], create_graph=False, edges=on.edges)
         for traced, true in zip(found, sure, strict=True):
             assert traced is not None
-            off = traced if true is None else traced - true
-            size = 0.0 if true is None else torch.linalg.vector_norm(true)
-            eps = max(torch.finfo(t.dtype).eps for t in (p, traced))
-            if bool(torch.linalg.vector_norm(off) > eps**0.5 * size):
+            true = torch.zeros_like(traced) if true is None else true
+            if _differs(traced - true, true, p.dtype):
                 return True
         return False
 
@@ -310,6 +308,13 @@ class Operator:
             product(p)
             times.append(_clock(self.y) - start)
         return min(times) + making / _ASSUMED_PRODUCTS
+
+
+def _differs(off: Tensor, true: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a result is off by more than rounding in this dtype; NaN is, in place of a number."""
+    error, size = (float(torch.linalg.vector_norm(t)) for t in (off, true))
+    eps = max(torch.finfo(given).eps for given in (dtype, off.dtype))
+    return math.isfinite(size) and not error <= eps**0.5 * size
 
 
 def _vjp(y: Tensor, F: Tensor, p: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import array
 import contextvars
 import ctypes
@@ -10,21 +11,27 @@ import decimal
 import fractions
 import functools
 import importlib.util
+import operator
+import re
 import sys
+import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, MappingView
+from collections.abc import Callable, Hashable, Iterator, Mapping, MappingView
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
 from torchdil.batch import Layout
-from torchdil.captures import attributes, of_torch, parts_of, read_of_self, reads
-from torchdil.variables import composes_names, imported_by, mentioned
+from torchdil.captures import attributes, by_torch, closed_over, of_torch, parts_of, read_of_self, reads
+from torchdil.variables import composes_names, imported_by, mentioned, reads_gradient
 
 # A key is made at every call, and must cost no more than it can save.
 _KEY_LIMIT = 1000
@@ -37,7 +44,7 @@ _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
     # What does not show what it holds.
     ("unknown", (torch.jit.ScriptModule, types.MappingProxyType, types.GeneratorType, contextvars.ContextVar)),
     ("unknown", (bytearray, memoryview, array.array, ctypes._SimpleCData, ctypes.Structure, ctypes.Array)),
-    ("unknown", (Iterator, MappingView)),
+    ("unknown", (Iterator, MappingView, types.CellType, torch.ScriptObject, torch._C.ScriptDict, torch._C.ScriptList)),
     ("weak", (weakref.ref,)),
     ("module", (nn.Module,)),
     ("function", (types.FunctionType,)),
@@ -51,20 +58,31 @@ _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("library", (types.ModuleType,)),
     ("structure", (pytree.TreeSpec,)),
     ("layout", (Layout,)),
+    ("getter", (operator.attrgetter, operator.methodcaller)),
+    ("operation", (OpOverload, OpOverloadPacket)),
+    ("custom", (CustomOpDef,)),
 )
+# What shows nothing of what it holds, which nobody can change; or is not read, as of locks; or drawn from, which F shows.
+_FIXED: tuple[type, ...] = (re.Pattern, re.Match, datetime.time, datetime.tzinfo, operator.itemgetter, np.dtype)
+_FIXED += (types.CodeType, types.GenericAlias, types.UnionType, types.EllipsisType, types.NotImplementedType)
+_FIXED += (np.random.Generator, np.random.BitGenerator, np.random.RandomState)
+_FIXED += (type(threading.Lock()), type(threading.RLock()), type(vars(abc.ABC)["_abc_impl"]))
 # What nobody changes while a model is trained, and whose classes are large.
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "torchdil", "numpy", "scipy", "lightning", "pytorch_lightning", "transformers"}
-# Methods that are called without their name.
-_OPERATORS = "add sub mul matmul truediv floordiv mod divmod pow and or xor lshift rshift"
-_OTHERS = "call getattr getattribute getitem missing iter next reversed len contains get enter exit bool float int index"
-_OTHERS += " complex round neg pos invert abs array lt le gt ge torch_function"
-_UNNAMED = frozenset(f"__{side}{name}__" for side in ("", "r", "i") for name in _OPERATORS.split())
-_UNNAMED |= {f"__{name}__" for name in _OTHERS.split()}
+# What is called without its name, besides the special methods of classes, of which these make objects: where there are objects
+# only, and not their class, they are of no concern.
+_UNNAMED = frozenset({"__getattr__"})
+_MAKE = frozenset({"__new__", "__init__", "__post_init__"})
+# These are for people and for files, and may reach far.
+_ASIDE = "repr str format dir sizeof del copy deepcopy reduce reduce_ex getstate setstate getnewargs getnewargs_ex"
+_LEFT = frozenset(_MAKE.union(f"__{name}__" for name in _ASIDE.split()))
 # What every module has, and what does not change what it computes.
 _OF_MODULES = frozenset(nn.Module().__dict__)
 
 # Functions that name one of these read what nothing shows.
-_BLIND = frozenset({"globals", "eval", "exec", "__import__", "import_module"})
+_BLIND = frozenset({"globals", "eval", "exec", "__import__", "import_module", "to_dlpack"})
+# These want to see what autograd does, which a trace would not show them, and a check by autograd would at another vector.
+_BLIND |= {"register_hook", "register_prehook", "register_multi_grad_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 
 
 def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
@@ -74,8 +92,10 @@ def signature(function: Any) -> tuple[list[Tensor], Hashable] | None:
     Of an object that functions only read attributes of, those count: a method of a model does not depend on the list of losses
     that the model keeps. Of classes and modules that are reached, what has a name that is mentioned anywhere counts, or all,
     where names are composed. None for a function that reaches too many objects, or things that do not show what they hold, or
-    modules whose hooks want to see what autograd does.
+    modules whose hooks want to see what autograd does; and while there are hooks of all modules.
     """
+    if _has_any_global_hook():
+        return None
     try:
         return _Walk().over(function)
     except Exception:  # an object may refuse to be looked at
@@ -98,8 +118,8 @@ class _Walk:
         tensors: those that were found.
         key: all else that was found, in the order of the visit.
         stack: objects that are yet to be visited.
-        named: the attributes (a dictionary) of the objects that are looked into by name, and the names that have counted so
-            far; by the `id` of the object.
+        named: the attributes (a dictionary) of the objects that are looked into by name, and the names that have counted have
+            counted so far, or do not; by the `id` of the object.
         mentions: the names that occur in the code of the functions visited so far, and those that Python uses by itself.
         composed: whether some function makes names while it runs (by `getattr`, say): then all attributes count.
     """
@@ -151,7 +171,11 @@ class _Walk:
     def names_of(self, *owners: Any) -> None:
         """What these hold counts by its names."""
         for owner in owners:
-            self.named.setdefault(id(owner), (vars(owner), set()))
+            if id(owner) not in self.named:
+                held = vars(owner)
+                self.named[id(owner)] = held, set(_MAKE)
+                if isinstance(owner, type):
+                    self.mentions.update(_special(held))
 
     def by_name(self) -> bool:
         """Whether there is more to look at: what these dictionaries hold under names that were met since."""
@@ -164,14 +188,18 @@ class _Walk:
                 value = held[name]
                 if isinstance(value, (staticmethod, classmethod)):
                     value = value.__func__
-                self.stack.append(value.fget if isinstance(value, property) else value)
+                self.stack += (value.fget, value.fset, value.fdel) if isinstance(value, property) else (value,)
         return bool(self.stack)
 
     def _function(self, item: types.FunctionType, kind: type) -> None:
         self.key.append(item.__code__)
-        if not of_torch(item):  # whose functions depend on nothing else
+        if by_torch(item):  # which depends on nothing else
+            self.stack += closed_over(item)
+        else:
             names = mentioned(item.__code__)
-            if not _BLIND.isdisjoint(names):
+            if not _BLIND.isdisjoint(names) or ("ops" in names and not _in_python().isdisjoint(names)):
+                raise _UnknownError
+            if "grad" in names and reads_gradient(item.__code__):
                 raise _UnknownError
             self.mentions |= names
             self.composed |= composes_names(item.__code__)
@@ -232,10 +260,12 @@ class _Walk:
         self.key.append(id(item))
         self.names_of(*_own_classes(item))
         for base in _own_classes(item):
-            # Its numbers, and what a backward of its own reads.
+            # Its numbers, what makes one of it, and what a backward of its own reads.
             functions: tuple[type, ...] = (staticmethod,) if issubclass(base, torch.autograd.Function) else ()
-            read = (part for part in vars(base).values() if type(part) in _PLAIN or isinstance(part, (Tensor, *functions)))
-            self.stack += (part.__func__ if isinstance(part, staticmethod) else part for part in read)
+            made = {*_MAKE, "forward"} if issubclass(base, nn.Module) else _MAKE
+            for name, part in vars(base).items():
+                if type(part) in _PLAIN or isinstance(part, (Tensor, *functions)) or (name in made and not _of_library(part)):
+                    self.stack.append(part.__func__ if isinstance(part, staticmethod) else part)
 
     def _library(self, item: types.ModuleType, kind: type) -> None:
         self.key.append(id(item))
@@ -244,11 +274,31 @@ class _Walk:
 
     def _object(self, item: Any, kind: type) -> None:
         held = _held(item)
+        if held is None and not _is_fixed(kind):
+            raise _UnknownError
         if held is None:
             self.key += (kind, _Itself(item))
         else:
             self.key += (kind, *held)
             self.stack += (*held.values(), *_methods(item, "__call__"))
+
+    def _getter(self, item: Any, kind: type) -> None:
+        make, given = item.__reduce__()
+        if isinstance(make, functools.partial):  # of a method that is called with keywords
+            given = (*make.args, *given, *make.keywords, *make.keywords.values())
+        names = given if kind is operator.attrgetter else given[:1]
+        self.mentions.update(part for name in names for part in name.split("."))
+        self.key += (kind, len(given))
+        self.stack += given
+
+    def _operation(self, item: Any, kind: type) -> None:
+        if str(item).partition(".")[0] in _in_python():
+            raise _UnknownError
+        self.key += (kind, _Itself(item))
+
+    def _custom(self, item: CustomOpDef, kind: type) -> None:
+        self.key += (kind, _Itself(item))
+        self.stack += (part for part in vars(item).values() if isinstance(part, (types.FunctionType, dict)))
 
 
 # By the name of a way.
@@ -274,6 +324,37 @@ class _Itself:
 def _own_classes(kind: type) -> tuple[type, ...]:
     """The class and its bases, those of libraries left out."""
     return tuple(base for base in kind.__mro__ if base.__module__.split(".")[0] not in _LIBRARIES)
+
+
+def _special(held: Mapping[str, Any]) -> Iterator[str]:
+    """The names of the special methods of a class, which are called by operators, functions and statements."""
+    for name, value in held.items():
+        called = name[:2] == "__" and name not in _LEFT and (callable(value) or isinstance(value, (property, classmethod)))
+        if called and not _of_library(value):
+            yield name
+
+
+def _in_python() -> frozenset[str]:
+    """The namespaces of operations whose derivatives are in Python, where they may read anything."""
+    return _namespaces(len(torch.library._impls))
+
+
+@functools.lru_cache(maxsize=1)
+def _namespaces(count: int) -> frozenset[str]:
+    found = (name.split("/") for name in torch.library._impls)
+    return frozenset(namespace for namespace, *_, key in found if "Autograd" in key and namespace not in ("aten", "prims"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_fixed(kind: type) -> bool:
+    described = hasattr(kind, "__get__")  # an attribute of a class, which holds nothing
+    return kind is object or described or issubclass(kind, _FIXED) or kind.__module__.split(".")[0] == "torch"
+
+
+def _of_library(function: Any) -> bool:
+    """Whether it is a function of a library's that closes over nothing, as an enumeration has them."""
+    known = isinstance(function, types.FunctionType) and function.__closure__ is None
+    return known and str(function.__globals__.get("__name__")).split(".")[0] in _LIBRARIES
 
 
 def _imported(function: types.FunctionType) -> list[Any]:

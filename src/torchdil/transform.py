@@ -64,12 +64,12 @@ class Implicit:
         """The `bound` of an `Operator`."""
         return None if self.copied and not self.rowwise else self.bind(operands[1:])
 
-    def vmapped(self, size: int, in_dims: Sequence[int | None]) -> Implicit:
-        """K copies as one batch: the leading `rows` operands are (K·B, ·), the others have an axis 0 of size K or none."""
+    def vmapped(self, size: int, each: int, in_dims: Sequence[int | None]) -> Implicit:
+        """K copies of B each as one batch: `rows` operands are (K·B, ·), the others have an axis 0 of size K or none."""
 
         def over(function: RowFunction) -> RowFunction:
             def rows_function(y: Tensor, *operands: Tensor) -> Tensor:
-                split = [t.reshape(size, -1, t.shape[1]) for t in (y, *operands[: self.rows])]
+                split = [t.reshape(size, each, t.shape[1]) for t in (y, *operands[: self.rows])]
                 dims = (0,) * len(split) + tuple(in_dims)
                 return torch.vmap(function, in_dims=dims)(*split, *operands[self.rows :]).flatten(0, 1)
 
@@ -128,8 +128,8 @@ class _Linear:
             operator.watched = operator.graph()[1].detach()
         return condition.solve(operator, rhs, transpose), failed.clone()
 
-    def vmapped(self, size: int, in_dims: Sequence[int | None]) -> _Linear:
-        return replace(self, parent=self.parent.vmapped(size, in_dims))
+    def vmapped(self, size: int, each: int, in_dims: Sequence[int | None]) -> _Linear:
+        return replace(self, parent=self.parent.vmapped(size, each, in_dims))
 
     def point(self, y: Tensor, operands: Sequence[Tensor]) -> Tensor:
         return y
@@ -175,19 +175,20 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], spec: Any, *operands: Tensor) -> Any:
-        size, moved, dims = info.batch_size, [], []
+        size, each, moved, dims = info.batch_size, 0, [], []
         for i, (t, dim) in enumerate(zip(operands, in_dims[1:], strict=True)):
             if dim is not None:
                 t = t.movedim(dim, 0)
             elif i < spec.rows:
                 t = t.expand(size, *t.shape)
             if i < spec.rows:
+                each = t.shape[1]
                 t = t.flatten(0, 1).contiguous()  # copies of one sample would share their memory, which forward mode refuses
             else:
                 dims.append(None if dim is None else 0)
             moved.append(t)
-        y, failed = _Transformed.apply(spec.vmapped(size, dims), *moved)
-        return (y.unflatten(0, (size, -1)), failed.unflatten(0, (size, -1))), (0, 0)
+        y, failed = _Transformed.apply(spec.vmapped(size, each, dims), *moved)
+        return (y.unflatten(0, (size, each)), failed.unflatten(0, (size, each))), (0, 0)
 
 
 def _in_floating(spec: Any, y: Tensor, operands: list[Tensor]) -> tuple[list[int], RowFunction]:
@@ -213,7 +214,8 @@ def check_captures(residual: RowFunction, y: Tensor, operands: Sequence[Tensor],
     if tracked:
         raise RuntimeError(
             f"{name} uses a tensor that requires grad or is being transformed without taking it as an argument: under "
-            "torch.func pass every such tensor in args (or in x), make the function an nn.Module, or detach the tensor."
+            "torch.func pass every such tensor in args (or in x), in tuples, lists or dicts, make the function an nn.Module, "
+            "or detach the tensor."
         )
 
 
@@ -223,10 +225,11 @@ def _is_tracked(t: Tensor) -> bool:
 
 
 def _plain(t: Tensor) -> Tensor:
-    """The numbers of t below every transform; of a batch its first member."""
+    """The numbers of t below every transform; of a batch its first member, or zeros where there is none."""
     while functorch.is_functorch_wrapped_tensor(t):
         axis = functorch.maybe_get_bdim(t)
         t = functorch.get_unwrapped(t)
-        t = t if axis < 0 else t.select(axis, 0)
+        if axis >= 0:
+            t = t.select(axis, 0) if t.shape[axis] else t.sum(axis)
     with no_tangents():
         return t.detach().clone()

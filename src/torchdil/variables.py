@@ -88,3 +88,13 @@ def imported_by(code: types.CodeType) -> list[tuple[str, int]]:
             found.append((step.argval, level if isinstance(level, int) else 0))
     inside = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return [*found, *(one for code in inside for one in imported_by(code))]
+
+
+@functools.lru_cache(maxsize=4096)
+def reads_gradient(code: types.CodeType) -> bool:
+    """Whether code reads `grad` of a tensor, and not the function of `torch.autograd` and `torch.func`."""
+    for before, step in pairwise(step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"):
+        called = step.argrepr != "grad"  # as newer interpreters say
+        if step.opname == "LOAD_ATTR" and step.argval == "grad" and not called and before.argval not in ("autograd", "func"):
+            return True
+    return any(reads_gradient(inside) for inside in code.co_consts if isinstance(inside, types.CodeType))
