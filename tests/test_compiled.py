@@ -560,3 +560,34 @@ def test_verbose_prints_a_table(capsys):
     assert [row[0] for row in rows] == [str(k + 1) for k in range(len(rows))]
     assert rows[0][1] == "4" and float(rows[-1][2]) < float(rows[0][2])
     assert shown[-1].strip() == "ended: converged 4 of 4"
+
+
+def test_a_backward_pass_on_a_gpu_does_not_wait_for_whoever_traces():
+    """Who may be waiting for it, as all backward passes on a GPU run in one thread; on a CPU it waits."""
+    held, done, seen = threading.Event(), threading.Event(), []
+
+    def trace():
+        with compiled.tracing:
+            held.set()
+            done.wait(20)
+
+    def backward(grad):
+        with compiled.unless_waited_for(True) as free:
+            seen.append(free)
+        return grad
+
+    thread = threading.Thread(target=trace)
+    thread.start()
+    assert held.wait(20)
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(backward)
+    y.sum().backward()
+    done.set()
+    thread.join()
+    y = x * 2
+    y.register_hook(backward)
+    y.sum().backward()
+    with compiled.unless_waited_for(False) as free:
+        seen.append(free)
+    assert seen == [False, True, True]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,6 +18,7 @@ _SEARCH_LIMIT = 20_000
 _OF_OTHERS = {"builtins", "torch", "numpy"}
 # Where it keeps what it gives as attributes.
 _TABLES = ("_parameters", "_buffers", "_modules")
+_PLAIN = {type(None), bool, int, float, complex, str, bytes}
 _MISSING = object()
 # What has no attributes that a function would read one of, or does not show which.
 _WHOLE: tuple[type, ...] = (Tensor, type, tuple, list, dict, functools.partial, torch.jit.ScriptModule)
@@ -57,7 +58,12 @@ def _captured(function: Any) -> Iterator[tuple[Tensor, Any]]:
         if found:
             yield item, place
         else:
-            stack.extend((part, (place, name)) for name, part in reversed(parts))
+            stack.extend((part, (place, name)) for name, part in reversed(parts) if not _holds_nothing(part))
+
+
+def _holds_nothing(item: Any) -> bool:
+    """Whether there can be no tensor in it: most of what a list of numbers, or a module without hooks, is made of."""
+    return type(item) in _PLAIN or (type(item) in (dict, OrderedDict) and not item)
 
 
 def functions_read(function: Any) -> int:

@@ -20,6 +20,7 @@ _DEPENDING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # Reads values without an operation, or without one that is seen, as tensors of numbers do: `torch.Tensor([t])`.
 _READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.untyped_storage}
 _READING |= {Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__complex__, Tensor.__bool__}
+_READING |= {Tensor.__cuda_array_interface__.__get__}
 _READING |= {Tensor.__repr__, Tensor.__format__, Tensor.__deepcopy__}
 # Reads those in a sequence of tensors: `torch.tensor([t])`, `y[:, [i, j]]` ...
 _OF_SEQUENCES = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.new}

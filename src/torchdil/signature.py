@@ -118,7 +118,7 @@ class _Walk:
         tensors: those that were found.
         key: all else that was found, in the order of the visit.
         stack: objects that are yet to be visited.
-        named: the attributes (a dictionary) of the objects that are looked into by name, and the names that have counted have
+        named: the attributes (a dictionary) of the objects that are looked into by name, and the names that have
             counted so far, or do not; by the `id` of the object.
         mentions: the names that occur in the code of the functions visited so far, and those that Python uses by itself.
         composed: whether some function makes names while it runs (by `getattr`, say): then all attributes count.

@@ -300,6 +300,8 @@ class Setting:
         for again in itertools.count(1):
             point = Point(condition, result.value)
             judged = self.judge(result, point, start, solver.accepted(start.dtype), solver.atol)
+            if point.good:
+                break
             refuted = (judged.status == Status.not_stationary) & (result.status == Status.converged)
             if again >= _ROUNDS:
                 refuted = refuted & (judged.stats.residual <= _FALLEN * before) & (steps < solver.max_steps)
