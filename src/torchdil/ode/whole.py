@@ -149,9 +149,13 @@ class Linearised:
         fast = Compiled(self._func, kind, lambda *inputs: self._solve(transpose, *inputs))
         return lambda rhs: fast(y, rhs, *self._data)[0]
 
-    def forget(self) -> None:
-        """What was remembered of f is out of date."""
-        Compiled(self._func, self._key, self._again).forget()
+    def start(self) -> Tensor:
+        """y0 at every step, (B, n)."""
+        return self._data[0].repeat(1, self._rows * self._statement.steps)
+
+    def forget(self) -> bool:
+        """What was remembered of f is out of date. Whether there was a fast form."""
+        return Compiled(self._func, self._key, self._again).forget()
 
     def _own(self, y: Tensor, times: Tensor) -> Tensor:
         return self._statement.own(self._func, self._statement.view(y), *sizes(times, y))
@@ -276,8 +280,10 @@ class WholeTrajectory(Solver):
 
     def resume(self, problem: Problem, y: Tensor, tolerance: Tensor) -> Result:
         far = _ACCEPTABLE * self.accuracy(y.dtype) * y.abs().amax(dim=1)
-        if self.linearised is not None and bool((problem.evaluate(y).abs().amax(dim=1) > far).any()):
-            self.linearised.forget()  # the fast form said otherwise
+        missed = self.linearised is not None and bool((problem.evaluate(y).abs().amax(dim=1) > far).any())
+        if self.linearised is not None and missed and self.linearised.forget():
+            # The fast form said otherwise. Its answer, to another equation, is no start: it may lead to another root.
+            return self.solve(problem, self.linearised.start(), tolerance)
         return self._newton(problem).solve(problem, y, tolerance)
 
     def _enough(self, dtype: torch.dtype) -> float:
