@@ -35,7 +35,7 @@ def flaw(equation: Equation, adaptive: bool) -> str:
     training = tuple([part.training for part in func.modules()]) if isinstance(func, nn.Module) else ()
     key, known = ("flaw", equation.layout.batch_shape, equation.layout.shapes, training), memory(func)
     mixing, calls = known.get(key, ("", 0))
-    thorough = calls % _EVERY == 0
+    thorough = bool(mixing) or calls % _EVERY == 0  # it may have been mended
     seen = _seen(equation, adaptive, thorough) if adaptive or thorough else ""
     random = seen == is_random("func")
     if thorough and not random:
