@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import torchdil as dil
+from torchdil.compiled import memory
 from torchdil.ode import SimplifiedNewton, odeint, solve
 
 ADAPTIVE = ["radauIIA5", "kvaerno5", "trbdf2"]
@@ -87,6 +88,65 @@ def test_a_scripted_function_inside_is_told_the_time():
 
 def _switched(t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return -torch.where(t > 0.5, 5.0, 1.0) * y
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "settings",
+    [{"method": "gl4"}, {"method": "kvaerno5"}, {"method": "radauIIA5", "options": {"substeps": 10}}],
+    ids=lambda settings: settings["method"],
+)
+def test_an_operation_that_vmap_can_do_for_some_numbers_of_points_only(settings, size):
+    """torch.linalg.solve of one matrix: for as many points as that axis is long."""
+    matrix = 3 * torch.eye(2, dtype=torch.float64)
+
+    def solved(t, y):
+        return -torch.linalg.solve(matrix, y.unsqueeze(-1)).squeeze(-1)
+
+    found = odeint(solved, torch.ones(2, size, 2, dtype=torch.float64), line(0, 3, 6), **settings)
+    one = odeint(lambda t, y: -y / 3, torch.ones(1, dtype=torch.float64), line(0, 3, 6), **settings)
+    assert torch.allclose(found, one.view(6, 1, 1, 1).expand_as(found), rtol=1e-4)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("method", ["backward_euler", "gl4"])
+def test_a_function_that_cannot_do_many_points_at_once_is_called_for_each(method, before):
+    def few(t, y):
+        if len(y) > 20:
+            raise RuntimeError("too many")
+        return -y
+
+    y0 = torch.ones(2, 2, dtype=torch.float64)
+    for _ in range(before):
+        odeint(few, y0, line(0, 1, 3), batch_dims=1, method=method)
+    found = odeint(few, y0, line(0, 1, 21), batch_dims=1, method=method)
+    assert torch.allclose(found, odeint(lambda t, y: -y, y0, line(0, 1, 21), batch_dims=1, method=method))
+
+
+def test_an_error_that_no_mode_is_to_blame_for_is_raised_and_changes_none():
+    calls, most, y0 = [], [100], torch.ones(2, 2, dtype=torch.float64)
+
+    def make():
+        def counted(t, y):
+            calls.append(None)
+            if len(calls) > most[0]:
+                raise ValueError("broken")
+            return -y
+
+        return counted
+
+    for _ in range(2):  # the first function of this code is looked at more closely
+        calls.clear()
+        odeint(make(), y0, line(0, 1, 3), batch_dims=1)
+    func, count = make(), len(calls)
+    calls.clear()
+    most[0] = count - 6  # in the solve, before its answer is looked at
+    with pytest.raises(ValueError, match="broken"):
+        odeint(func, y0, line(0, 1, 3), batch_dims=1)
+    assert len(calls) > most[0] + 1  # once more, point by point
+    most[0] = 1000
+    odeint(func, y0, line(0, 1, 3), batch_dims=1)
+    assert {verdict.mode for verdict in memory(func).values() if hasattr(verdict, "mode")} == {"rows"}
 
 
 @pytest.mark.parametrize("large", [1e6, 1e10])
