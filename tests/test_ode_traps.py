@@ -163,6 +163,26 @@ def test_a_component_beside_a_large_one_is_solved_too(solver, large):
     assert (odeint(both, real([large, 0.5]), t, solver=solver)[:, 1] - alone).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("solver", [None, SimplifiedNewton()], ids=["default", "step by step"])
+@pytest.mark.parametrize("method", ["backward_euler", "trapezoid", "gl4"])
+@pytest.mark.parametrize(("large", "small"), [(1e5, 1e-5), (1e5, 1e-8)])
+def test_a_component_in_other_units_that_grows_is_solved_too(large, small, method, solver):
+    """Pressure in Pa and a fraction: what is nothing beside the other is all of its own equation."""
+
+    def growth(large, small):
+        y0 = real([large, 0.01 * small]).requires_grad_()
+
+        def func(t, y):
+            return torch.stack((-y[0], 10 * y[1] * (1 - y[1] / small)))
+
+        y = odeint(func, y0, line(0, 1, 21), method=method, solver=solver)[:, 1] / small
+        return y.detach(), torch.autograd.grad(y[-1] * small, y0)[0][1]
+
+    found, expected = growth(large, small), growth(1.0, 1.0)
+    for a, b in zip(found, expected, strict=True):
+        assert (a / b - 1).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize(
     "solver",
     [
@@ -244,7 +264,7 @@ def test_a_residual_that_comes_down_from_an_explosion_is_not_about_to_be_small()
         small, even, stride = False, True, 1
 
         def refresh(self, y, mask, stride):
-            return y, y.new_full((2, 1), next(told)), y
+            return y, y.new_full((3, 1), next(told)), y
 
     y = torch.ones(1, 4, dtype=torch.float64)
     result, failed = dil.ode.WholeTrajectory(max_steps=9)._iterate(Scripted(), y, y[:, 0], None)
