@@ -90,6 +90,26 @@ def _switched(t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return -torch.where(t > 0.5, 5.0, 1.0) * y
 
 
+@pytest.mark.parametrize("bad", [5.0, torch.nan, torch.inf])
+@pytest.mark.parametrize("adjoint", ["stored", "reverse"])
+def test_a_lost_sample_leaves_the_gradient_of_what_all_share_alone(adjoint, bad):
+    def gradient(**settings):
+        k = real(1.0).requires_grad_()
+        y = odeint(
+            lambda t, y: torch.where(y > 3, torch.nan, -k * y),
+            real([[1.0], [bad], [2.0]]),
+            line(0, 1, 5),
+            method="gl4",
+            batch_dims=1,
+            on_failure="zero",
+            **settings,
+        )
+        return torch.autograd.grad(y[:, [0, 2]].square().sum(), k)[0]
+
+    found = gradient(gradient="adjoint", options={"adjoint": adjoint})
+    assert torch.allclose(found, gradient(), rtol=1e-4)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 @pytest.mark.parametrize(
     "settings",
