@@ -239,3 +239,40 @@ def test_the_graph_of_a_plan_is_freed_with_the_plan():
         assert node() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("solver", [None, dil.Newton()], ids=["DDP", "Newton"])
+@pytest.mark.parametrize("bounds", [None, (-0.5, 0.5)], ids=["free", "bounded"])
+def test_a_plan_that_creeps_along_a_kink_stops_and_says_so(bounds, solver):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)).double()
+    x0 = torch.randn(3, 2, dtype=torch.float64)
+    mpc = dil.control.MPC(
+        lambda x, u: x + 0.3 * net(torch.cat((x, u), dim=-1)),
+        lambda x, u: x.square().sum(dim=-1) + 0.1 * u.square().sum(dim=-1),
+        8,
+        1,
+        bounds=bounds,
+        solver=solver,
+    )
+    with pytest.warns(dil.ConvergenceWarning, match=r"derivative of dynamics.* jumps.*relu"):
+        mpc(x0)
+    assert int(mpc.report.forward.stats.steps.max()) < 80
+
+
+@pytest.mark.parametrize("solver", [None, dil.Newton()], ids=["DDP", "Newton"])
+def test_a_long_plan_with_bounds_is_not_said_to_creep(solver):
+    """Bounds begin and cease to hold controls on the way, where F jumps, too."""
+
+    def pendulum(x, u):
+        angle, speed = x.unbind(-1)
+        speed = speed + 0.05 * (9.81 * angle.sin() + 3 * u[..., 0])
+        return torch.stack((angle + 0.05 * speed, speed), dim=-1)
+
+    def cost(x, u):
+        return 2 - 2 * x[..., 0].cos() + 0.1 * x[..., 1] ** 2 + 0.01 * u.square().sum(dim=-1)
+
+    x0 = torch.tensor([[3.0, 0.0], [1.0, -0.5], [-2.0, 1.0]], dtype=torch.float64)
+    mpc = dil.control.MPC(pendulum, cost, 60, 1, bounds=(-2.0, 2.0), solver=solver, on_failure="ignore")
+    mpc(x0)
+    assert not mpc.report.forward.stats.causes
