@@ -305,3 +305,43 @@ def test_a_step_that_was_rescued_hands_on_the_slope_of_its_end():
     y = solution.value
     for before, after, h in zip(y[:-1], y[1:], t.diff(), strict=True):
         torch.testing.assert_close(after, before + 0.5 * h * (func(t, before) + func(t, after)), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"method": "kvaerno5"},
+        {"method": "radauIIA5", "options": {"substeps": 2}},
+        {"gradient": "adjoint"},
+        {"gradient": "backprop"},
+        {"options": {"checkpoint": 2}},
+        {"solver": dil.Picard()},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("batch_dims", [0, 1])
+def test_the_order_of_keys_does_not_matter(batch_dims, settings):
+    rates = real([1.0, 3.0]).requires_grad_()
+
+    def solved(func):
+        start = {"a": torch.ones(2, 1, dtype=torch.float64), "b": (torch.zeros(2, 1, dtype=torch.float64),)}
+        y = odeint(func, start, line(0, 1, 6), batch_dims=batch_dims, **settings)
+        return y, torch.autograd.grad(y["b"][0][-1].sum(), rates)[0]
+
+    def same_order(t, y):
+        return {"a": -rates[0] * y["a"], "b": (y["a"] - rates[1] * y["b"][0],)}
+
+    (found, gradient), (expected, other) = solved(lambda t, y: dict(reversed(same_order(t, y).items()))), solved(same_order)
+    assert list(found) == ["a", "b"] and torch.equal(found["a"], expected["a"]) and torch.equal(found["b"][0], expected["b"][0])
+    assert torch.allclose(gradient, other, rtol=1e-10)
+
+
+def test_under_torch_func_the_advice_is_of_odeint():
+    k = real(1.0).requires_grad_()
+
+    def end(y0):
+        return odeint(lambda t, y: -k * y, y0, line(0, 1, 3))[-1].sum()
+
+    with pytest.raises(RuntimeError, match=r"^func uses a tensor .* make func an nn.Module .* a part of y0 .*detach it\.$"):
+        torch.func.grad(end)(real([1.0]))
