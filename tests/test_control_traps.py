@@ -276,3 +276,25 @@ def test_a_long_plan_with_bounds_is_not_said_to_creep(solver):
     mpc = dil.control.MPC(pendulum, cost, 60, 1, bounds=(-2.0, 2.0), solver=solver, on_failure="ignore")
     mpc(x0)
     assert not mpc.report.forward.stats.causes
+
+
+@pytest.mark.parametrize("gap", [1e-7, 1e-8, 1e-9])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_system_that_is_stable_by_little_costs_nothing_where_nothing_is_paid_for(samples, gap):
+    A = torch.full((samples, 1, 1), 1 - gap, dtype=F64)
+    one = torch.ones_like(A)
+    S = dare(A, one, torch.zeros_like(A), one, on_failure="raise")
+    assert torch.equal(S, torch.zeros_like(A))
+
+
+@pytest.mark.parametrize("entry", [0.0, 1.0])
+def test_a_system_on_the_unit_circle_that_nothing_is_paid_for_is_named(entry):
+    A = torch.tensor([[1.0, entry], [0.0, 1.0]], dtype=F64)
+    with pytest.raises(dil.ConvergenceError, match="Q does not see"):
+        dare(A, torch.eye(2, dtype=F64), torch.zeros_like(A), torch.eye(2, dtype=F64), on_failure="raise")
+
+
+@pytest.mark.parametrize("cost", [lambda x, u: x.square().sum(dim=1), lambda x, u: (x + 0 * u.detach()).square().sum(dim=1)])
+def test_a_cost_without_the_control_is_told_by_its_name(cost):
+    with pytest.raises(ValueError, match=r"^cost must depend on u differentiably"):
+        MPC(lambda x, u: 0.9 * x, cost, 4, 1)(torch.ones(1, 2, dtype=F64))
