@@ -180,6 +180,31 @@ def test_what_is_out_of_date_is_found_out_and_dropped(change):
         assert not any(form in forms for form in fast_forms(net))
 
 
+class Logistic(nn.Module):
+    """Whose steps have two roots, one of which a solution of the reversed equation leads to."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        return self.rate * y * (1 - y)
+
+
+@pytest.mark.parametrize("make", [float, lambda rate: nn.Parameter(torch.tensor(rate).double())], ids=["number", "parameter"])
+@pytest.mark.parametrize("method", ["backward_euler", "trapezoid", "sdirk2", "radauIIA5", "gl4"])
+def test_an_answer_out_of_date_leads_to_no_other_root(method, make):
+    func, y0, t = Logistic(make(5.0)), torch.full((1, 1), 0.5, dtype=torch.float64), grid(3, 3.0)
+    settings = {"method": method, "batch_dims": 1, "on_failure": "raise"}
+    for _ in range(OFTEN):
+        dil.odeint(func, y0, t, **settings)
+    assert fast_forms(func)
+    func.rate = make(-5.0)
+    found = dil.odeint(func, y0, t, **settings)
+    close(found, dil.odeint(Logistic(make(-5.0)), y0, t, **settings), SAME)
+    assert bool((found.abs().diff(dim=0) < 0).all())
+
+
 @pytest.mark.parametrize("size", ["medium", "large"])
 def test_a_replaced_parameter_is_found_out_where_solves_are_rough(size):
     net, y0, t = problem(size)

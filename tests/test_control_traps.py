@@ -239,3 +239,62 @@ def test_the_graph_of_a_plan_is_freed_with_the_plan():
         assert node() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("solver", [None, dil.Newton()], ids=["DDP", "Newton"])
+@pytest.mark.parametrize("bounds", [None, (-0.5, 0.5)], ids=["free", "bounded"])
+def test_a_plan_that_creeps_along_a_kink_stops_and_says_so(bounds, solver):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)).double()
+    x0 = torch.randn(3, 2, dtype=torch.float64)
+    mpc = dil.control.MPC(
+        lambda x, u: x + 0.3 * net(torch.cat((x, u), dim=-1)),
+        lambda x, u: x.square().sum(dim=-1) + 0.1 * u.square().sum(dim=-1),
+        8,
+        1,
+        bounds=bounds,
+        solver=solver,
+    )
+    with pytest.warns(dil.ConvergenceWarning, match=r"derivative of dynamics.* jumps.*relu"):
+        mpc(x0)
+    assert int(mpc.report.forward.stats.steps.max()) < 80
+
+
+@pytest.mark.parametrize("solver", [None, dil.Newton()], ids=["DDP", "Newton"])
+def test_a_long_plan_with_bounds_is_not_said_to_creep(solver):
+    """Bounds begin and cease to hold controls on the way, where F jumps, too."""
+
+    def pendulum(x, u):
+        angle, speed = x.unbind(-1)
+        speed = speed + 0.05 * (9.81 * angle.sin() + 3 * u[..., 0])
+        return torch.stack((angle + 0.05 * speed, speed), dim=-1)
+
+    def cost(x, u):
+        return 2 - 2 * x[..., 0].cos() + 0.1 * x[..., 1] ** 2 + 0.01 * u.square().sum(dim=-1)
+
+    x0 = torch.tensor([[3.0, 0.0], [1.0, -0.5], [-2.0, 1.0]], dtype=torch.float64)
+    mpc = dil.control.MPC(pendulum, cost, 60, 1, bounds=(-2.0, 2.0), solver=solver, on_failure="ignore")
+    mpc(x0)
+    assert not mpc.report.forward.stats.causes
+
+
+@pytest.mark.parametrize("gap", [1e-7, 1e-8, 1e-9])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_system_that_is_stable_by_little_costs_nothing_where_nothing_is_paid_for(samples, gap):
+    A = torch.full((samples, 1, 1), 1 - gap, dtype=F64)
+    one = torch.ones_like(A)
+    S = dare(A, one, torch.zeros_like(A), one, on_failure="raise")
+    assert torch.equal(S, torch.zeros_like(A))
+
+
+@pytest.mark.parametrize("entry", [0.0, 1.0])
+def test_a_system_on_the_unit_circle_that_nothing_is_paid_for_is_named(entry):
+    A = torch.tensor([[1.0, entry], [0.0, 1.0]], dtype=F64)
+    with pytest.raises(dil.ConvergenceError, match="Q does not see"):
+        dare(A, torch.eye(2, dtype=F64), torch.zeros_like(A), torch.eye(2, dtype=F64), on_failure="raise")
+
+
+@pytest.mark.parametrize("cost", [lambda x, u: x.square().sum(dim=1), lambda x, u: (x + 0 * u.detach()).square().sum(dim=1)])
+def test_a_cost_without_the_control_is_told_by_its_name(cost):
+    with pytest.raises(ValueError, match=r"^cost must depend on u differentiably"):
+        MPC(lambda x, u: 0.9 * x, cost, 4, 1)(torch.ones(1, 2, dtype=F64))

@@ -1,5 +1,7 @@
 """Adaptive steps that are held fixed in the backward pass: how far the gradient is off, by differences of the solution."""
 
+import math
+
 import pytest
 import torch
 from torch.autograd import grad
@@ -91,6 +93,65 @@ def test_a_gradient_that_is_right_is_not_blamed(name):
     error, report = off(*case, **options)
     assert error < 0.02
     assert float(report.grid_error) < 0.1
+
+
+SETTINGS = [("kvaerno5", 1e-3), ("kvaerno5", 1e-6), ("radauIIA5", 1e-6), ("trbdf2", 1e-4)]
+
+
+@pytest.mark.parametrize(("method", "tolerance"), SETTINGS)
+@pytest.mark.parametrize("rate", [10.0, 30.0, 100.0, 1000.0])
+@pytest.mark.parametrize("begin", [1.0, 0.0])
+def test_what_is_zero_but_for_rounding_at_a_steady_state_is_not_blamed(begin, rate, method, tolerance):
+    """There the rate and the start mean nothing any more, and what is left of their gradients is noise."""
+    k, c, y0 = (torch.tensor(number, dtype=F64, requires_grad=True) for number in (rate, 2.0, [begin]))
+    node = dil.NeuralODE(lambda t, y: -k * (y - c), method=method, rtol=tolerance, atol=tolerance, batch_dims=0)
+    found = grad(node(y0, times(1.0))[-1].sum(), (c, k, y0))
+    left = (c - y0).detach() * math.exp(-rate)
+    for a, expected in zip(found, (1 - math.exp(-rate), left, math.exp(-rate)), strict=True):
+        assert float((a - expected).abs()) < tolerance
+    assert float(node.report.grid_error) < 0.2
+
+
+@pytest.mark.parametrize(("method", "tolerance"), SETTINGS)
+@pytest.mark.parametrize("rate", [30.0, 300.0])
+def test_an_encoder_whose_code_is_forgotten_is_not_blamed(rate, method, tolerance):
+    torch.manual_seed(0)
+    encoder, net = torch.nn.Linear(3, 4).double(), torch.nn.Linear(4, 4).double()
+    node = dil.NeuralODE(lambda t, y: rate * (torch.tanh(net(y)) - y), method=method, rtol=tolerance, atol=tolerance)
+    node(encoder(torch.randn(5, 3, dtype=F64)), times(1.0))[-1].square().sum().backward()
+    assert float(node.report.grid_error.max()) < 0.1
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1e9])
+def test_a_steady_state_in_other_units_is_not_blamed(unit):
+    y0 = torch.zeros(1, dtype=F64, requires_grad=True)
+    node = dil.NeuralODE(lambda t, y: -30 * (y - unit), method="kvaerno5", rtol=1e-3, atol=1e-3 * unit, batch_dims=0)
+    grad(node(y0, times(1.0))[-1].sum(), y0)
+    assert float(node.report.grid_error) < 0.1
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
+def test_a_spoilt_gradient_is_told_in_any_units_and_at_a_zero(unit):
+    """The place of a switch, counted from where it is, of a state in other units."""
+    shift = torch.zeros((), dtype=F64, requires_grad=True)
+
+    def func(t, y):
+        return 0.1 * unit + 0.9 * unit * torch.sigmoid((1 + shift - y / unit) / 1e-4)
+
+    settings = {"method": "kvaerno5", "rtol": 1e-3, "atol": 1e-6 * unit, "batch_dims": 0}
+    with pytest.warns(dil.ConvergenceWarning, match="holds their sizes fixed"):
+        grad(dil.NeuralODE(func, **settings)(state(0.3 * unit), times(2.0))[-1].sum(), shift)
+
+
+def test_a_spoilt_gradient_is_told_beside_one_that_is_right():
+    place, size = torch.tensor(1.0, dtype=F64, requires_grad=True), torch.tensor(20.0, dtype=F64, requires_grad=True)
+
+    def func(t, y):
+        return torch.stack((0.1 + 0.9 * torch.sigmoid((place - y[0]) / 1e-4), -1e3 * (y[1] - size)))
+
+    node = dil.NeuralODE(func, method="kvaerno5", batch_dims=0, **LOOSE)
+    with pytest.warns(dil.ConvergenceWarning, match="holds their sizes fixed"):
+        grad(node(state(0.3, 0.0), times(2.0))[-1].sum(), (place, size))
 
 
 @pytest.mark.parametrize("rtol", [1e-3, 1e-4, 1e-5])

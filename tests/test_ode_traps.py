@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import torchdil as dil
+from torchdil.compiled import memory
 from torchdil.ode import SimplifiedNewton, odeint, solve
 
 ADAPTIVE = ["radauIIA5", "kvaerno5", "trbdf2"]
@@ -89,6 +90,85 @@ def _switched(t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return -torch.where(t > 0.5, 5.0, 1.0) * y
 
 
+@pytest.mark.parametrize("bad", [5.0, torch.nan, torch.inf])
+@pytest.mark.parametrize("adjoint", ["stored", "reverse"])
+def test_a_lost_sample_leaves_the_gradient_of_what_all_share_alone(adjoint, bad):
+    def gradient(**settings):
+        k = real(1.0).requires_grad_()
+        y = odeint(
+            lambda t, y: torch.where(y > 3, torch.nan, -k * y),
+            real([[1.0], [bad], [2.0]]),
+            line(0, 1, 5),
+            method="gl4",
+            batch_dims=1,
+            on_failure="zero",
+            **settings,
+        )
+        return torch.autograd.grad(y[:, [0, 2]].square().sum(), k)[0]
+
+    found = gradient(gradient="adjoint", options={"adjoint": adjoint})
+    assert torch.allclose(found, gradient(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "settings",
+    [{"method": "gl4"}, {"method": "kvaerno5"}, {"method": "radauIIA5", "options": {"substeps": 10}}],
+    ids=lambda settings: settings["method"],
+)
+def test_an_operation_that_vmap_can_do_for_some_numbers_of_points_only(settings, size):
+    """torch.linalg.solve of one matrix: for as many points as that axis is long."""
+    matrix = 3 * torch.eye(2, dtype=torch.float64)
+
+    def solved(t, y):
+        return -torch.linalg.solve(matrix, y.unsqueeze(-1)).squeeze(-1)
+
+    found = odeint(solved, torch.ones(2, size, 2, dtype=torch.float64), line(0, 3, 6), **settings)
+    one = odeint(lambda t, y: -y / 3, torch.ones(1, dtype=torch.float64), line(0, 3, 6), **settings)
+    assert torch.allclose(found, one.view(6, 1, 1, 1).expand_as(found), rtol=1e-4)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("method", ["backward_euler", "gl4"])
+def test_a_function_that_cannot_do_many_points_at_once_is_called_for_each(method, before):
+    def few(t, y):
+        if len(y) > 20:
+            raise RuntimeError("too many")
+        return -y
+
+    y0 = torch.ones(2, 2, dtype=torch.float64)
+    for _ in range(before):
+        odeint(few, y0, line(0, 1, 3), batch_dims=1, method=method)
+    found = odeint(few, y0, line(0, 1, 21), batch_dims=1, method=method)
+    assert torch.allclose(found, odeint(lambda t, y: -y, y0, line(0, 1, 21), batch_dims=1, method=method))
+
+
+def test_an_error_that_no_mode_is_to_blame_for_is_raised_and_changes_none():
+    calls, most, y0 = [], [100], torch.ones(2, 2, dtype=torch.float64)
+
+    def make():
+        def counted(t, y):
+            calls.append(None)
+            if len(calls) > most[0]:
+                raise ValueError("broken")
+            return -y
+
+        return counted
+
+    for _ in range(2):  # the first function of this code is looked at more closely
+        calls.clear()
+        odeint(make(), y0, line(0, 1, 3), batch_dims=1)
+    func, count = make(), len(calls)
+    calls.clear()
+    most[0] = count - 6  # in the solve, before its answer is looked at
+    with pytest.raises(ValueError, match="broken"):
+        odeint(func, y0, line(0, 1, 3), batch_dims=1)
+    assert len(calls) > most[0] + 1  # once more, point by point
+    most[0] = 1000
+    odeint(func, y0, line(0, 1, 3), batch_dims=1)
+    assert {verdict.mode for verdict in memory(func).values() if hasattr(verdict, "mode")} == {"rows"}
+
+
 @pytest.mark.parametrize("large", [1e6, 1e10])
 @pytest.mark.parametrize("solver", [None, SimplifiedNewton()], ids=["default", "step by step"])
 def test_a_component_beside_a_large_one_is_solved_too(solver, large):
@@ -101,6 +181,26 @@ def test_a_component_beside_a_large_one_is_solved_too(solver, large):
     t = line(0, 3, 61)
     alone = odeint(small, real(0.5), t)
     assert (odeint(both, real([large, 0.5]), t, solver=solver)[:, 1] - alone).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("solver", [None, SimplifiedNewton()], ids=["default", "step by step"])
+@pytest.mark.parametrize("method", ["backward_euler", "trapezoid", "gl4"])
+@pytest.mark.parametrize(("large", "small"), [(1e5, 1e-5), (1e5, 1e-8)])
+def test_a_component_in_other_units_that_grows_is_solved_too(large, small, method, solver):
+    """Pressure in Pa and a fraction: what is nothing beside the other is all of its own equation."""
+
+    def growth(large, small):
+        y0 = real([large, 0.01 * small]).requires_grad_()
+
+        def func(t, y):
+            return torch.stack((-y[0], 10 * y[1] * (1 - y[1] / small)))
+
+        y = odeint(func, y0, line(0, 1, 21), method=method, solver=solver)[:, 1] / small
+        return y.detach(), torch.autograd.grad(y[-1] * small, y0)[0][1]
+
+    found, expected = growth(large, small), growth(1.0, 1.0)
+    for a, b in zip(found, expected, strict=True):
+        assert (a / b - 1).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -184,7 +284,7 @@ def test_a_residual_that_comes_down_from_an_explosion_is_not_about_to_be_small()
         small, even, stride = False, True, 1
 
         def refresh(self, y, mask, stride):
-            return y, y.new_full((2, 1), next(told)), y
+            return y, y.new_full((3, 1), next(told)), y
 
     y = torch.ones(1, 4, dtype=torch.float64)
     result, failed = dil.ode.WholeTrajectory(max_steps=9)._iterate(Scripted(), y, y[:, 0], None)
@@ -205,3 +305,43 @@ def test_a_step_that_was_rescued_hands_on_the_slope_of_its_end():
     y = solution.value
     for before, after, h in zip(y[:-1], y[1:], t.diff(), strict=True):
         torch.testing.assert_close(after, before + 0.5 * h * (func(t, before) + func(t, after)), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"method": "kvaerno5"},
+        {"method": "radauIIA5", "options": {"substeps": 2}},
+        {"gradient": "adjoint"},
+        {"gradient": "backprop"},
+        {"options": {"checkpoint": 2}},
+        {"solver": dil.Picard()},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("batch_dims", [0, 1])
+def test_the_order_of_keys_does_not_matter(batch_dims, settings):
+    rates = real([1.0, 3.0]).requires_grad_()
+
+    def solved(func):
+        start = {"a": torch.ones(2, 1, dtype=torch.float64), "b": (torch.zeros(2, 1, dtype=torch.float64),)}
+        y = odeint(func, start, line(0, 1, 6), batch_dims=batch_dims, **settings)
+        return y, torch.autograd.grad(y["b"][0][-1].sum(), rates)[0]
+
+    def same_order(t, y):
+        return {"a": -rates[0] * y["a"], "b": (y["a"] - rates[1] * y["b"][0],)}
+
+    (found, gradient), (expected, other) = solved(lambda t, y: dict(reversed(same_order(t, y).items()))), solved(same_order)
+    assert list(found) == ["a", "b"] and torch.equal(found["a"], expected["a"]) and torch.equal(found["b"][0], expected["b"][0])
+    assert torch.allclose(gradient, other, rtol=1e-10)
+
+
+def test_under_torch_func_the_advice_is_of_odeint():
+    k = real(1.0).requires_grad_()
+
+    def end(y0):
+        return odeint(lambda t, y: -k * y, y0, line(0, 1, 3))[-1].sum()
+
+    with pytest.raises(RuntimeError, match=r"^func uses a tensor .* make func an nn.Module .* a part of y0 .*detach it\.$"):
+        torch.func.grad(end)(real([1.0]))

@@ -327,6 +327,22 @@ def test_a_function_that_mixes_samples_is_told_of_at_each_call(method):
             odeint(f, y0, line(0, 1, 6), batch_dims=1, method=method, on_failure="raise")
 
 
+@pytest.mark.parametrize("method", ["backward_euler", "kvaerno5", "gl4"])
+def test_a_function_that_was_mended_is_said_to_mix_samples_no_more(method):
+    field, y0 = Coupled(), torch.randn(4, 2, dtype=torch.float64)
+    for _ in range(2):
+        assert not solve(field, y0, line(0, 1, 6), batch_dims=1, method=method, on_failure="ignore").converged.any()
+    field.coupling = 0.0
+    assert solve(field, y0, line(0, 1, 6), batch_dims=1, method=method, on_failure="raise").converged.all()
+
+
+class Coupled(nn.Module):
+    coupling = 0.1
+
+    def forward(self, t, y):
+        return self.coupling * y.mean(0) - y
+
+
 @pytest.mark.parametrize("method", ["backward_euler", "radauIIA5"])
 @pytest.mark.parametrize(
     ("dtype", "exponent"), [(torch.float64, -200), (torch.float64, 200), (torch.float32, -30), (torch.float32, 25)]

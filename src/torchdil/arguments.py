@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchdil.batch import leaves, map_tensors
+from torchdil.batch import in_order, leaves, map_tensors
 from torchdil.linear.base import LinearSolver
 from torchdil.modes import observed_by
 from torchdil.solution import check_policy, user_frame
@@ -85,7 +85,7 @@ def check_output(function: Callable[..., Any], name: str, y0: Any, args: tuple[A
     """The function's result at y0; raises one sentence if it is not like y."""
     value = first_value(function, name, y0, args)
     expected, spec = pytree.tree_flatten(y0)
-    got, got_spec = pytree.tree_flatten(value)
+    got, got_spec = pytree.tree_flatten(in_order(value, spec))
     if spec != got_spec or not all(isinstance(leaf, Tensor) for leaf in got):
         keys = f" with the keys {list(value)}" if isinstance(value, dict) else ""
         to_do = ": make one tensor of it by torch.stack" if isinstance(value, (list, tuple)) and isinstance(y0, Tensor) else ""

@@ -130,7 +130,7 @@ class Layout:
 
     def ravel(self, y: Any) -> Tensor:
         """The user's unknown as a (B, n) matrix; a view where the unknown is one contiguous tensor."""
-        found = leaves(y)
+        found = leaves(y if self.spec.is_leaf() else in_order(y, self.spec))
         try:
             parts = [leaf.reshape(self.samples, math.prod(shape)) for leaf, shape in zip(found, self.shapes, strict=True)]
         except (AttributeError, RuntimeError, ValueError) as error:
@@ -148,6 +148,21 @@ class Layout:
         parts = [y] if len(sizes) == 1 else y.split(sizes, dim=1)
         leaves = [part.reshape(self.batch_shape + shape) for part, shape in zip(parts, self.shapes, strict=True)]
         return pytree.tree_unflatten(leaves, self.spec)
+
+
+def in_order(tree: Any, spec: pytree.TreeSpec) -> Any:
+    """The same with the keys of its dicts in the order of `spec`, where these are the same."""
+    if pytree.tree_structure(tree) == spec:
+        return tree
+
+    def like(part: Any, model: Any) -> Any:
+        if isinstance(part, dict) and isinstance(model, dict) and part.keys() == model.keys():
+            return {key: like(part[key], model[key]) for key in model}
+        if type(part) in (tuple, list) and type(model) is type(part) and len(part) == len(model):
+            return type(part)(like(*pair) for pair in zip(part, model, strict=True))
+        return part
+
+    return like(tree, pytree.tree_unflatten(range(spec.num_leaves), spec))
 
 
 def leaves(tree: Any) -> list[Any]:

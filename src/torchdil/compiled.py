@@ -126,9 +126,11 @@ class Compiled:
         with kind.lock:
             return kind.fast(*inputs)
 
-    def forget(self) -> None:
-        """The fast forms are out of date."""
+    def forget(self) -> bool:
+        """The fast forms are out of date. Whether there were any."""
+        any_fast = any(kind.fast is not None for kind in self._memory.values() if isinstance(kind, _Kind))
         self._memory.clear()
+        return any_fast
 
 
 def _fast_form(function: Function, inputs: tuple[Tensor, ...]) -> Function | None:

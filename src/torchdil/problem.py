@@ -192,8 +192,11 @@ class Problem:
             ]
 
 
-def gradient(f: Callable[[Tensor], Tensor], y: Tensor, argument: str) -> tuple[Tensor, Tensor]:
-    """∇f(y), (B, n), differentiable when grad is enabled, and f(y), (B,), of B functions of a row each."""
+def gradient(f: Callable[[Tensor], Tensor], y: Tensor, argument: str, unknown: str = "y") -> tuple[Tensor, Tensor]:
+    """∇f(y), (B, n), differentiable when grad is enabled, and f(y), (B,), of B functions of a row each.
+
+    `argument` and `unknown` are what the user calls f and y.
+    """
     if transforms_active():
 
         def total(y: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,8 +212,8 @@ def gradient(f: Callable[[Tensor], Tensor], y: Tensor, argument: str) -> tuple[T
         value = without_backward(f, y, argument)
         if not value.requires_grad:
             raise ValueError(
-                f"{argument} must depend on y differentiably, but its value has no gradient with respect to y: use operations "
-                "of torch, and no detach(), item() or numpy."
+                f"{argument} must depend on {unknown} differentiably, but its value has no gradient with respect to {unknown}: "
+                "use operations of torch, and no detach(), item() or numpy."
             )
         one = torch.ones_like(value)
         if create_graph and has_custom_function(value, first):
@@ -218,7 +221,7 @@ def gradient(f: Callable[[Tensor], Tensor], y: Tensor, argument: str) -> tuple[T
             one = one + 0 * y.sum()
         (grad,) = torch.autograd.grad(value, y, one, create_graph=create_graph, allow_unused=True)
     if grad is None:
-        raise ValueError(f"{argument} must depend on y, but its value does not change with y.")
+        raise ValueError(f"{argument} must depend on {unknown}, but its value does not change with {unknown}.")
     return grad, value
 
 

@@ -212,10 +212,17 @@ def check_captures(residual: RowFunction, y: Tensor, operands: Sequence[Tensor],
         value = functorch.get_unwrapped(value)
         tracked = _is_tracked(value)
     if tracked:
+        to_do = (
+            "pass every such tensor in args (or in x), in tuples, lists or dicts, make the function an nn.Module, or detach "
+            "the tensor"
+        )
+        if name == "func":  # of odeint, which has no args
+            to_do = (
+                "make func an nn.Module with every such tensor, or the tensor a part of y0 with derivative zero, or detach it"
+            )
         raise RuntimeError(
             f"{name} uses a tensor that requires grad or is being transformed without taking it as an argument: under "
-            "torch.func pass every such tensor in args (or in x), in tuples, lists or dicts, make the function an nn.Module, "
-            "or detach the tensor."
+            f"torch.func {to_do}."
         )
 
 

@@ -39,6 +39,8 @@ from torchdil.solvers.base import Solver
 _MOST_DOUBLINGS = 32
 # Few systems are done before.
 _FIRST_LOOK = 3
+# How often to square a matrix to see whether its powers go to zero: 1 - 1e-9 does, and rounding is 1e-16 of it each.
+_SQUARINGS = 32
 # Steps of Newton that refine an answer which is not good enough.
 _REFINEMENTS = 3
 # How many roundings F may be off, but not more than this part of its natural size: such an F would say nothing of S. At the
@@ -234,7 +236,7 @@ def _by_scipy(S: Tensor, found: Tensor, usable: Tensor, A: Tensor, B: Tensor, Q:
 
 
 def _stabilising(A: NDArray[Any], B: NDArray[Any], Q: NDArray[Any], R: NDArray[Any]) -> NDArray[Any] | None:
-    if not Q.any() and np.abs(np.linalg.eigvals(A)).max() < 1 - 4 * np.finfo(float).eps ** 0.5:
+    if not Q.any() and _dies_out(A):
         return np.zeros_like(Q)  # nothing to do and nothing to pay, to the last digit
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():  # numbers near the end of the dtype: the answer is looked at
@@ -246,6 +248,14 @@ def _stabilising(A: NDArray[Any], B: NDArray[Any], Q: NDArray[Any], R: NDArray[A
     # A double eigenvalue on the unit circle is seen that far from it.
     inside = np.isfinite(M).all() and np.abs(np.linalg.eigvals(M)).max() < 1 - 4 * np.finfo(float).eps ** 0.5
     return 0.5 * (S + S.T) if inside else None
+
+
+def _dies_out(A: NDArray[Any]) -> bool:
+    """Whether the powers of A go to zero; eigenvalues alone would not tell near the unit circle, as a double one is off."""
+    with np.errstate(all="ignore"):
+        for _ in range(_SQUARINGS):
+            A = A @ A
+    return bool(np.abs(A).max() < 0.5)  # rounding has changed the size by far less
 
 
 def _better(S: Tensor, F: Tensor, new: Tensor, mask: Tensor, *matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -64,6 +64,7 @@ class DDP(NewtonSteps):
             more = super().solve(problem, now.y, torch.where(loose, _FURTHER * batch.norm(now.F), torch.inf))
             more.stats.steps = more.stats.steps + result.stats.steps
             more.stats.history = result.stats.history + more.stats.history[1:]
+            more.stats.causes = result.stats.causes + more.stats.causes
             # Where F is as small as rounding lets it be, the search for more ends by stagnation.
             worse = loose & (more.status != Status.stagnated)
             result = more._replace(status=torch.where(worse, more.status, result.status))

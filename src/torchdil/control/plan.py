@@ -130,19 +130,19 @@ class Planning(Statement):
 
         if self.guarded:
             with torch.no_grad():
-                lost = ~gradient(total, y.detach(), self.argument)[0].isfinite().all(dim=1, keepdim=True)
+                lost = ~gradient(total, y.detach(), self.argument, "u")[0].isfinite().all(dim=1, keepdim=True)
             y, args = torch.where(lost, 0.0, y), (torch.where(lost, 0.0, args[0]),)
         box = self.box(y)
         if box is None:
-            return gradient(total, y, self.argument)[0]
+            return gradient(total, y, self.argument, "u")[0]
         with torch.no_grad():
-            grad = gradient(total, y.detach(), self.argument)[0]
+            grad = gradient(total, y.detach(), self.argument, "u")[0]
         if not torch.is_grad_enabled():
             return held(y, grad, box)
         on_low, on_high = active(y, grad, box)
         # A held control is replaced by its bound: J is symmetric, the identity on what is held, and bounds have derivatives.
         free = torch.where(on_low, box[0], torch.where(on_high, box[1], y))
-        grad = gradient(total, free, self.argument)[0]
+        grad = gradient(total, free, self.argument, "u")[0]
         return torch.where(on_low, y - box[0], torch.where(on_high, y - box[1], grad))
 
     def box(self, y: Tensor) -> Box | None:

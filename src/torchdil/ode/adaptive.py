@@ -55,7 +55,7 @@ def adaptive(
         grid = grid[int(walk.accepted.argmax())] if common else grid
     first = equation.t[0].double()
     times = grid + (first - first.detach())  # the whole grid moves with t[0]
-    statement = Held(method, equation.layout, evaluate, rows.shape[1])
+    statement = Held(method, equation.layout, evaluate, rows.shape[1], tolerances)
     args = (equation.y0, times)
     structured = structured_solver(statement, equation.func, args, linear_solver)
     found = Found(answer=walk.result(rows), accept=accepted(tolerances, rows.dtype))

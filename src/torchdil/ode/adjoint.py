@@ -96,7 +96,8 @@ class Past:
         self.lost = (self.status == Status.non_finite) | ~batch.finite(self.known.flatten(1))
         # A lost sample stays where it began: its own gradient is lost, but zero times a derivative at infinity would be NaN.
         self.known, self.outputs = (
-            torch.where(self.lost[:, None, None], states[:, :1], states) for states in (self.known, self.outputs)
+            torch.where(self.lost[:, None, None], states[:, :1].nan_to_num(0.0, 0.0, 0.0), states)
+            for states in (self.known, self.outputs)
         )
         self.func = called(self.equation.func)
         with torch.no_grad():
@@ -198,7 +199,8 @@ class Backward:
         outcomes = []
         with torch.no_grad():
             if self.stored:
-                stages = _interpolated(past, times)
+                # A lost sample stays where it began, and f may have no number there.
+                stages = torch.where(past.lost[:, None, None, None], past.known[:, :1, None], _interpolated(past, times))
             else:
                 stages, outcome = _reversed(past, self.solver)
                 outcomes.append(outcome)

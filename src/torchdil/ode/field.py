@@ -153,6 +153,14 @@ def uses_time(func: Call, y0: Any) -> bool:
     return False
 
 
+def call_singly(func: Call) -> bool:
+    """Call a function point by point from now on, whose faster mode ended in an exception. Whether it was called otherwise."""
+    fast = [v for v in memory(func).values() if isinstance(v, _Verdict) and v.mode != "loop"]
+    for verdict in fast:
+        verdict.mode, verdict.functional = "loop", False
+    return bool(fast)
+
+
 def holds(func: Call, t: Tensor, states: Tensor, layout: Layout) -> bool:
     """Whether the verdicts on a function still hold at the states that were found with them, (B, T, D), at the times t, (T,).
 
@@ -199,9 +207,11 @@ def _checked(func: Call, t: Tensor, y0: Any, layout: Layout, per_sample: bool) -
     with torch.no_grad(), no_tangents():
         y = layout.ravel(y0).detach()
         # Different points: a field that mixes them up is found out. Times far apart: so is one that has lost them. And not as
-        # many points as samples: one that takes the ones for the others is, too.
+        # many points as an axis of y is long: one that takes the ones for the others is, too (`vmap` of torch.linalg.solve).
         away = 0.1 * y.abs().clamp_min(1e-3)
-        points = torch.stack((y, y + away, y - away, *([y + 0.5 * away] if len(y) == 3 else [])), dim=1)
+        axes = {len(y), *layout.batch_shape, *(n for shape in layout.shapes for n in shape)}
+        count = next(n for n in range(3, 4 + len(axes)) if n not in axes)
+        points = torch.stack((y, *(y + away * (-1) ** n / (1 + n // 2) for n in range(count - 1))), dim=1)
         times = t.detach()[torch.linspace(0, len(t) - 1, points.shape[1], device=t.device).long()].to(y.dtype)
         expected = Field(layout, "loop")(func, times, points)
 

@@ -49,7 +49,7 @@ def flaw(equation: Equation, adaptive: bool) -> Flaw | None:
     key, known = ("flaw", equation.layout.batch_shape, equation.layout.shapes, training), memory(func)
     mixing: Flaw | None
     mixing, calls = known.get(key, (None, 0))
-    thorough = calls % _EVERY == 0
+    thorough = mixing is not None or calls % _EVERY == 0  # it may have been mended
     seen = _seen(equation, adaptive, thorough) if adaptive or thorough else None
     random = seen is not None and seen.random
     if thorough and not random:

@@ -21,22 +21,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchdil import batch
 from torchdil.linear import Auto
 from torchdil.modes import no_tangents, observed_by, plain_saving
 from torchdil.ode.interpolant import Interpolant
+from torchdil.ode.methods import Method
 from torchdil.ode.outputs import Estimated
+from torchdil.ode.walk import Tolerances
 from torchdil.operator import Operator
 from torchdil.problem import Call
 from torchdil.solution import GRID_ERROR, ConvergenceError, ConvergenceWarning, Report, user_frame, which
 from torchdil.solve import Setting
 from torchdil.solvers.newton import Newton
 
+# A gradient counts where it changes the loss by more than so many times what the error of the solution may; below, it is noise.
+_ERRORS = 10
 # Of Newton's method on a finer grid, which begins near its solution if that does not jump.
 _STEPS = 10
 
 
 class Held(Estimated):
-    """A trajectory on the grid that adaptive steps have left."""
+    """A trajectory on the grid that adaptive steps have left.
+
+    Args:
+        tolerances: of the integration; the others: see `Trajectory`.
+    """
+
+    def __init__(self, method: Method, state: Any, field: Any, steps: int, tolerances: Tolerances):
+        super().__init__(method, state, field, steps)
+        self.tolerances = tolerances
 
     def look_back(self, operator: Operator, rhs: Tensor, g: Tensor, report: Report, on_failure: str) -> None:
         if bool(self.view(rhs)[:, :, :-1].any()):  # a derivative of higher order, which depends on stages, too
@@ -73,10 +86,14 @@ class Held(Estimated):
             y, v = self.view(operator.y), self.view(rhs)[:, :, -1]
             slopes = self.field(call, times[..., 1:].to(y.dtype), y[:, :, -1])
             seen = (v * slopes).sum(dim=-1)
+            # What the loss may be off by as the solution is, (B,).
+            least = _ERRORS * (v.abs() * self.tolerances.scale(y[:, :, -1].abs())).sum(dim=(1, 2))
+            every = least
             if times.dim() == 1:  # one grid for all, whose samples are one system
-                seen, moved = seen.sum(dim=0, keepdim=True), moved.unsqueeze(0)
+                seen, moved, every = seen.sum(dim=0, keepdim=True), moved.unsqueeze(0), least.sum(dim=0, keepdim=True)
             seen, had = _from_the_end(seen), _from_the_end(moved[:, 1:])
-            size = torch.maximum(seen.abs(), had.abs()).amax(dim=1)
+            span = (times[..., -1] - times[..., 0]).abs().to(y.dtype)
+            size = torch.maximum(torch.maximum(seen.abs(), had.abs()).amax(dim=1), every / span)
             error = _share((had - seen).abs().amax(dim=1), size).expand(len(g))
             suspect = error > GRID_ERROR
             if not bool(suspect.any()):
@@ -89,9 +106,19 @@ class Held(Estimated):
         except ConvergenceError:  # a solution that is not even near it
             return error
         finer = torch.autograd.grad((v * ends).sum(), tensors, allow_unused=True)
-        pairs = [(a, b) for a, b in zip(own, finer, strict=True) if a is not None and b is not None]
-        changes = torch.stack([_share((a - b).norm(), torch.maximum(a.norm(), b.norm())) for a, b in pairs])
-        return torch.where(suspect, torch.minimum(error, changes.amax()), error)
+        least = torch.where(suspect, least, 0.0).sum()
+        changes = []
+        for tensor, a, b in zip(tensors, own, finer, strict=True):
+            if a is None or b is None or not a.numel():
+                continue
+            # In units of the loss: what a change of the tensor by its own size does, or by 1 if it is zero, as a bias may be.
+            unit = _size(tensor)
+            unit = torch.where(unit > 0, unit, 1.0)
+            if any(tensor is part for part in batch.leaves(y0)):  # a state, which may be about to grow
+                unit = _size(y)
+            size = unit * torch.maximum(a.norm(), b.norm())
+            changes.append(_share(unit * (a - b).norm(), torch.maximum(size, least)).to(y.dtype))
+        return torch.where(suspect, torch.minimum(error, torch.stack(changes).amax()), error)
 
     def _finer(self, call: Call, y: Tensor, y0: Any, times: Tensor) -> Tensor:
         """The states at the ends of the steps, (B, T, D), attached, by steps half as long."""
@@ -110,6 +137,11 @@ class Held(Estimated):
 def _from_the_end(a: Tensor) -> Tensor:
     """The sums of (B, N) from each place to the end."""
     return a.flip(1).cumsum(dim=1).flip(1)
+
+
+def _size(a: Tensor) -> Tensor:
+    """Root mean square."""
+    return a.detach().norm() / a.numel() ** 0.5
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:

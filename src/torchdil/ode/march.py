@@ -196,11 +196,16 @@ class _March:
             nonlocal solver
             alive = None if self.all_alive else self.alive
             if n % _RESIZE == 0 and solver.kind in ("full", "krylov"):  # others pass the error from component to component
-                largest = self.weight.amax(dim=1, keepdim=True)
+                largest, eps = self.weight.amax(dim=1, keepdim=True), torch.finfo(self.y.dtype).eps
                 # A component that is small beside the others is worth half their digits at least, as it may be made of them;
-                # fewer in the first steps, as it may grow.
-                least = torch.finfo(largest.dtype).eps ** (0.5 if n else 0.25) * largest
+                # fewer in the first steps where it begins at zero, as it may grow; more as long as its residual falls, as it
+                # may be of other units.
+                least, tiny = (
+                    torch.where(self.weight > 0, eps**power, eps ** (0.5 if n else 0.25)) * largest for power in (0.5, 1)
+                )
                 solver.weight = torch.maximum(self.weight, least).clamp_min(torch.finfo(largest.dtype).tiny)
+                finer = torch.maximum(self.weight, tiny).clamp_min(torch.finfo(largest.dtype).tiny)
+                solver.finer = finer if bool((finer < solver.weight).any()) else None
             goal = (
                 tolerance if solver.weight is None else torch.full_like(tolerance, self.share * self.increments.shape[1] ** 0.5)
             )
@@ -208,7 +213,7 @@ class _March:
                 G = solver.advance(sizes[n], self.at[n], self.y, goal, alive, slope[0])
                 if solver.strained:  # stiff: with matrices from here on
                     tried, solver = solver, StepSolver(replace(newton, jacobian="full"), *given)
-                    solver.weight, solver.iterations = tried.weight, tried.iterations
+                    solver.weight, solver.finer, solver.iterations = tried.weight, tried.finer, tried.iterations
                     G = solver.advance(sizes[n], self.at[n], self.y, goal, alive, slope[0])
             else:
                 h = self.h[:, n : n + 1]

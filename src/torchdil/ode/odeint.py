@@ -20,7 +20,7 @@ from torchdil.ode.adaptive_adjoint import adaptive_adjoint
 from torchdil.ode.adjoint import adjoint_grid
 from torchdil.ode.backprop import unrolled_grid
 from torchdil.ode.equation import Equation, Grid, Options
-from torchdil.ode.field import holds
+from torchdil.ode.field import call_singly, holds
 from torchdil.ode.fixed import fixed_grid
 from torchdil.ode.flaws import flaw, look_at_slope, tell, unsolved, warn_of_rounded_times
 from torchdil.ode.methods import Method, method_of
@@ -31,6 +31,8 @@ from torchdil.solution import ConvergenceError, FailurePolicy, Report, Solution,
 from torchdil.solvers.base import check_solver
 
 Gradient = Literal["ift", "adjoint", "backprop"]
+# What may be wrong with how func was called, and not with func.
+_OF_FUNC = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 
 
 @eager
@@ -148,16 +150,26 @@ def check_kind(gradient: str) -> None:
 
 
 def _solve_again(func: Callable[..., Any], y0: Any, t: Tensor, *settings: Any) -> Solution[Any]:
-    """Solve, and once more if what is remembered of func is out of date."""
+    """Solve, and once more if what is remembered of func is out of date, or with func called point by point."""
     known = memory(uncompiled(func))
     before = bool(known)
     try:
         return _solve(func, y0, t, *settings)
-    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
-        if not before or isinstance(error, ConvergenceError):
+    except _OF_FUNC as error:
+        if isinstance(error, ConvergenceError) or not (before or call_singly(uncompiled(func))):
             raise
+    if before:
         known.clear()  # what is remembered of func may be out of date: it uses t now, or inputs of another shape
-        return _solve(func, y0, t, *settings)
+        try:
+            return _solve(func, y0, t, *settings)
+        except _OF_FUNC as error:
+            if isinstance(error, ConvergenceError) or not call_singly(uncompiled(func)):
+                raise
+    try:
+        return _solve(func, y0, t, *settings)  # as many points at once may be more than vmap can do
+    except _OF_FUNC:
+        known.clear()  # the mode was not to blame
+        raise
 
 
 def _solve(

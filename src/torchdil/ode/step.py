@@ -29,6 +29,8 @@ _SLOW, _SAME = 0.03, 0.02
 # More iterations than this throw doubt on where they began.
 _MANY = 4
 _INNER_RTOL = 1e-3
+# What is more than this share of what it was has not fallen.
+_FALLS = 0.5
 # A correction of so many roundings of Y is the last that can be made.
 _ROUNDINGS = 20
 # The contraction that a first iteration is credited with at most.
@@ -54,6 +56,7 @@ class StepSolver:
         rows: the rows of the last step, (B, m, D).
         iterations: of each sample so far, (B,).
         weight: the size of each component, (B, D), by which F is measured; None: by its norm.
+        finer: the same, less for components that are small: these are gone on with as long as their F falls; None: not so.
         jacobians, factorisations: how many were made.
         strained: whether a solve needed more than `most` steps: then nothing else holds.
     """
@@ -107,6 +110,7 @@ class StepSolver:
         self._long: Tensor | None = None
         self._plans: dict[Any, Any] = {}
         self.weight: Tensor | None = None
+        self.finer: Tensor | None = None
 
     def slopes(self, at: Tensor, Y: Tensor) -> Tensor:
         """f at the stages: at (q,) or (B, q), Y and the result (B, q, D)."""
@@ -315,6 +319,8 @@ class StepSolver:
         before: Tensor | None = None
         failed: Tensor | None = None
         measured: Tensor | None = None
+        reached: Tensor | None = None  # by what F is in units of `weight`, where those of `finer` are looked at, too
+        left = torch.full_like(self._eta, torch.inf)
         self._long = None
         for k in range(self.max_steps):
             F, correction = self._correction(residual, Y, at, h)
@@ -323,7 +329,11 @@ class StepSolver:
             size = batch.norm(self._weighted(F)) if self._scale is None else self._rms(correction)
             if before is not None:
                 theta = size / before
-                eta = torch.where(running, torch.where(theta < 1, theta / (1 - theta), torch.inf), eta)
+                eta = torch.where(
+                    running if reached is None else running & ~reached,
+                    torch.where(theta < 1, theta / (1 - theta), torch.inf),
+                    eta,
+                )
                 # Below the tolerance rounding sets the rate, and who would mind.
                 rate = torch.where(running & ~(size <= tolerance), theta, 0.0)
                 self.rate, self._measured = torch.maximum(self.rate, rate) if self._measured else rate, True
@@ -331,7 +341,12 @@ class StepSolver:
             Y = moved if self._alone or (before is None and self._everyone) else batch.select(running, moved, Y)
             self.iterations += running
             self.residual = eta * size
-            running = running & ~(self.residual <= tolerance)
+            over = self.residual <= tolerance
+            if self.finer is not None:
+                reached = over if reached is None else reached | over
+                small = batch.norm(self._weighted(F, self.finer))
+                over, left = reached & ((eta * small <= tolerance) | ~(small <= _FALLS * left)), small
+            running = running & ~over
             if not bool(running.any()):
                 break
             measured = running if k == 0 else measured
@@ -341,25 +356,28 @@ class StepSolver:
                 slow = ~((theta < 0.99) & (theta ** (self.max_steps - 1 - k) * self.residual <= tolerance))
                 rounding = _ROUNDINGS * torch.finfo(Y.dtype).eps * batch.norm(self._weighted(Y))
                 exhausted = batch.norm(self._weighted(correction)) <= rounding
-                hopeless = running & slow & ~exhausted
+                ended = slow | exhausted if reached is None else (slow | exhausted) & ~reached
+                hopeless = running & ended & ~exhausted
                 failed = hopeless if failed is None else failed | hopeless
-                running = running & ~(slow | exhausted)
+                running = running & ~ended
                 if not bool(running.any()):
                     break
             before = size
         # What the first iteration of the next step may count on; not much, as f may be less linear there.
         self._eta = eta**0.8 if measured is None else torch.where(measured, eta.clamp(_TRUST, 1.0), eta**0.8)
         if failed is not None or k + 1 == self.max_steps:
-            lost = running if failed is None else running | failed
+            lost = running if reached is None else running & ~reached
+            lost = lost if failed is None else lost | failed
             self.ok = self.ok & ~lost
             self.all_ok = self.all_ok and not bool(lost.any())
         return Y
 
-    def _weighted(self, a: Tensor) -> Tensor:
+    def _weighted(self, a: Tensor, units: Tensor | None = None) -> Tensor:
         """F or Y, (B, q), in units of the size of each component."""
-        if self.weight is None:
+        units = self.weight if units is None else units
+        if units is None:
             return a
-        return (a.unflatten(1, (-1, self.weight.shape[1])) / self.weight.unsqueeze(1)).flatten(1)
+        return (a.unflatten(1, (-1, units.shape[1])) / units.unsqueeze(1)).flatten(1)
 
     def _rms(self, correction: Tensor) -> Tensor:
         assert self._scale is not None

@@ -106,13 +106,13 @@ class Linearised:
 
     def begin(self) -> tuple[Tensor, ...]:
         """The trajectory of the equation linearised at y0, Newton's first iterate if all states were y0 before; where blocks
-        are cheap, a few more iterates behind it, in one call: y, (B, n), and how large F was before each, (2, B).
+        are cheap, a few more iterates behind it, in one call: y, (B, n), and how large F was before each, (3, B).
         """
         count = (_FIRST if self.on_cpu else _FIRST_ON_GPU) if self.small else 0
         return Compiled(self._func, ("begin", *self._key), lambda *inputs: self._begin(count, *inputs))(*self._data)
 
     def refresh(self, y: Tensor, running: Tensor, stride: int) -> tuple[Tensor, ...]:
-        """One iteration with new blocks: the next y (B, n), how large F was before it (2, B), see `_measured`, and the
+        """One iteration with new blocks: the next y (B, n), how large F was before it (3, B), see `_measured`, and the
         inverses of the blocks."""
         fast = Compiled(self._func, ("refresh", stride, *self._key), lambda *inputs: self._refresh(stride, *inputs))
         return fast(y, running, *self._data)
@@ -125,7 +125,7 @@ class Linearised:
 
     def march(self) -> tuple[Tensor, Tensor]:
         """The trajectory step by step, each by a few iterations of Newton's method, without a look at the numbers in between:
-        y, (B, n), and how large F is, (2, B).
+        y, (B, n), and how large F is, (3, B).
         """
         fast = Compiled(self._func, ("step", *self._key), lambda *inputs: self._step(*inputs))
         state, times = self._data
@@ -149,9 +149,13 @@ class Linearised:
         fast = Compiled(self._func, kind, lambda *inputs: self._solve(transpose, *inputs))
         return lambda rhs: fast(y, rhs, *self._data)[0]
 
-    def forget(self) -> None:
-        """What was remembered of f is out of date."""
-        Compiled(self._func, self._key, self._again).forget()
+    def start(self) -> Tensor:
+        """y0 at every step, (B, n)."""
+        return self._data[0].repeat(1, self._rows * self._statement.steps)
+
+    def forget(self) -> bool:
+        """What was remembered of f is out of date. Whether there was a fast form."""
+        return Compiled(self._func, self._key, self._again).forget()
 
     def _own(self, y: Tensor, times: Tensor) -> Tensor:
         return self._statement.own(self._func, self._statement.view(y), *sizes(times, y))
@@ -205,7 +209,8 @@ class Linearised:
         return batch.select(running, new, y), self._measured(F, y, state)
 
     def _measured(self, F: Tensor, y: Tensor, state: Tensor) -> Tensor:
-        """The largest |F| of each sample against the largest |y| until there, (2, B): of the same component, and of all.
+        """The largest |F| of each sample against the largest |y| until there, (3, B): of the same component, of all, and of the
+        same again.
 
         What comes later does not count: beside a trajectory that explodes, errors of its first steps would look small.
         """
@@ -213,9 +218,11 @@ class Linearised:
         first = torch.minimum(state.abs(), y.amax(dim=1)).unsqueeze(1)
         y = torch.maximum(y.cummax(dim=1).values, first)
         largest = y.amax(dim=2, keepdim=True).clamp_min(torch.finfo(y.dtype).tiny)
-        # A component that is small beside the others is worth half their digits at least: it may be made of them.
-        own = torch.maximum(y, torch.finfo(y.dtype).eps ** 0.5 * largest)
-        return torch.stack(((F / own).flatten(1).amax(dim=1), (F / largest).flatten(1).amax(dim=1)))
+        # A component that is small beside the others is worth half their digits at least: it may be made of them. More in the
+        # last measure, which counts as long as it falls: it may also be of other units.
+        eps = torch.finfo(y.dtype).eps
+        units = (torch.maximum(y, eps**0.5 * largest), largest, torch.maximum(y, eps * largest))
+        return torch.stack([(F / unit).flatten(1).amax(dim=1) for unit in units])
 
     def _step(self, y: Tensor, times: Tensor) -> tuple[Tensor, ...]:
         Y = y.repeat(1, self._rows).unflatten(1, (1, self._rows, -1))
@@ -276,8 +283,10 @@ class WholeTrajectory(Solver):
 
     def resume(self, problem: Problem, y: Tensor, tolerance: Tensor) -> Result:
         far = _ACCEPTABLE * self.accuracy(y.dtype) * y.abs().amax(dim=1)
-        if self.linearised is not None and bool((problem.evaluate(y).abs().amax(dim=1) > far).any()):
-            self.linearised.forget()  # the fast form said otherwise
+        missed = self.linearised is not None and bool((problem.evaluate(y).abs().amax(dim=1) > far).any())
+        if self.linearised is not None and missed and self.linearised.forget():
+            # The fast form said otherwise. Its answer, to another equation, is no start: it may lead to another root.
+            return self.solve(problem, self.linearised.start(), tolerance)
         return self._newton(problem).solve(problem, y, tolerance)
 
     def _enough(self, dtype: torch.dtype) -> float:
@@ -288,11 +297,18 @@ class WholeTrajectory(Solver):
         enough, acceptable = self._enough(y.dtype), _ACCEPTABLE * self.accuracy(y.dtype)
         # The estimate is high, as a rule.
         expected = max(enough, _EXPECTED * torch.finfo(y.dtype).eps)
+
+        def small_enough(residual: Any, ratio: Any, stride: int) -> Any:
+            # What the step just taken has left: r, c r, c² r with old blocks, and r, c r², ... with new ones.
+            left = residual * ratio * (ratio if stride == 1 else 1)
+            return (residual <= enough) | ((left <= expected) & (ratio < _FAST) & (residual < _NEAR))
+
         mask = torch.ones(len(y), dtype=torch.bool, device=y.device)
         # The bookkeeping is on the host, in numpy: the convergence test has to come there anyway.
         running, failed = np.ones(len(y), dtype=bool), np.zeros(len(y), dtype=bool)
         steps = np.zeros(len(y), dtype=np.int64)
         history: list[np.ndarray[Any, Any]] = []
+        fine: list[np.ndarray[Any, Any]] = []
         told: list[Tensor] = []
         inverse = y
         small = linearised.small
@@ -315,17 +331,25 @@ class WholeTrajectory(Solver):
                     stride = max(1, stride // 4) if k else stride
                     y, measured, inverse = linearised.refresh(y, mask, stride)
                     calls += 1 if stride == 1 else 2
-                residual, overall = measured.cpu().numpy()
+                residual, overall, finer = measured.cpu().numpy()
                 steps += running
                 ratio = residual / history[-1] if k else np.full_like(residual, np.inf)
-                # What the step just taken has left: r, c r, c² r with old blocks, and r, c r², ... with new ones.
-                left = residual * ratio * (ratio if stride == 1 else 1)
-                done = (residual <= enough) | ((left <= expected) & (ratio < _FAST) & (residual < _NEAR))
-                done |= (overall <= acceptable) & (ratio > _CONTRACTION)  # rounding, then
                 stuck = ~np.isfinite(residual)
                 if k > _PATIENCE + 1:
                     stuck |= ~(residual <= _CONTRACTION * history[-_PATIENCE])
-                failed |= running & stuck & ~done
+                good = small_enough(residual, ratio, stride)
+                # Rounding, then; but of one component far from its solution that alone is no proof.
+                good |= (overall <= acceptable) & (ratio > _CONTRACTION) & ((residual <= acceptable**0.5) | stuck)
+                falling = finer / fine[-1] if k else ratio
+                end = small_enough(finer, falling, stride)
+                # Or no more is to be had: at what rounding of the others leaves, or for long.
+                if k:
+                    end |= ~(falling <= _CONTRACTION) & (overall <= expected)
+                if k > _PATIENCE:
+                    end |= ~(finer <= _CONTRACTION * fine[-_PATIENCE])
+                done = good & end
+                fine.append(finer)
+                failed |= running & stuck & ~good
                 history.append(residual)
                 told.append(measured[0])
                 if table is not None:
@@ -335,7 +359,7 @@ class WholeTrajectory(Solver):
                     if not running.any():
                         break
                     mask = torch.from_numpy(running).to(y.device)
-        failed |= running
+        failed |= running & ~good
         if table is not None:
             table.close(f"converged {int((~failed).sum())} of {len(y)}")
         count = torch.from_numpy(steps).to(y.device)

@@ -35,6 +35,10 @@ from torchdil.solvers.line_search import Iterate, search
 _INNER_RTOL = 1e-4
 # A step of Newton's that must be made so much shorter before the score falls is not of the score's curvature.
 _SHORT = 1e-3
+# A plan that gains less than this in so many steps, each shorter than that and each with a change of F so much larger than a
+# step of that length should make, creeps along a kink.
+_CREEPING, _LONG, _CUT, _JUMP = 1e-6, 10, 0.5, 2.0
+_KINK = "it creeps, as where a derivative of dynamics or cost jumps: smooth what makes it (relu, abs, max)"
 
 
 class Direction(NamedTuple):
@@ -63,6 +67,7 @@ class NewtonSteps(Solver):
         step = torch.ones_like(tolerance)
         indefinite = torch.zeros_like(progress.running)
         reach = self._reach(problem, now.y)
+        creep = _Creep(now) if problem.name == "plan" else None
         while not progress.finished():
             direction, saddle, path = self._direction(problem, now)
             if reach is not None and (far := reach.exceeded(now.y, direction, progress.running)) is not None:
@@ -73,9 +78,14 @@ class NewtonSteps(Solver):
             lost = ~moved if reach is None else reach.learn(new.y, direction, progress.running, moved, made)
             progress.stop(lost, Status.stagnated)
             problem.remember(new.y - now.y, new.F - now.F)
+            if creep is not None:
+                far = None if reach is None else reach.length.isfinite()
+                progress.stop(creep.caught(now, new, made, far, progress.running), Status.stagnated)
             now = new
             progress.advance(batch.norm(now.F), now.merit)
         result = self.result(now.y, progress)
+        if creep is not None and bool(creep.found.any()):
+            result.stats.causes = [(_KINK, creep.found)]
         # A factorisation shows the curvature in every direction, a Krylov solve along its own only: where unsure, look.
         certain = (progress.steps > 0) & ~indefinite if self._factorises(now.y) else torch.zeros_like(indefinite)
         suspect = (result.status == Status.converged) & ~certain
@@ -99,6 +109,30 @@ class NewtonSteps(Solver):
     def _reach(self, problem: Problem, start: Tensor) -> _Reach | None:
         """Where to go where the direction leads far too far; None: a part of the way."""
         return None
+
+
+class _Creep:
+    """Whether a sample creeps along a kink, where no step is as long as the model has it, but all go on downhill for ever.
+
+    Attributes:
+        found: who did, (B,).
+    """
+
+    def __init__(self, start: Iterate):
+        self.found = torch.zeros_like(start.merit, dtype=torch.bool)
+        self._count = torch.zeros_like(self.found, dtype=torch.long)
+        self._merits = [start.merit] * _LONG
+
+    def caught(self, now: Iterate, new: Iterate, made: Tensor, far: Tensor | None, running: Tensor) -> Tensor:
+        """Which samples have crept for long, (B,), with this step; `far`: whose steps are shorter than Newton's anyway."""
+        # A step s of Newton's changes F by s F, if its derivative is what was taken for it.
+        cut = (made < _CUT) & (batch.norm(new.F - now.F) > _JUMP * made * batch.norm(now.F))
+        cut = cut if far is None else cut | far
+        self._count = torch.where(cut, self._count + 1, 0)
+        before, self._merits = self._merits[0], [*self._merits[1:], new.merit]
+        caught = running & (self._count >= _LONG) & (before - new.merit <= _CREEPING * before.abs())
+        self.found = self.found | caught
+        return caught
 
 
 class _Reach:
