@@ -29,10 +29,8 @@ _SLOW, _SAME = 0.03, 0.02
 # More iterations than this throw doubt on where they began.
 _MANY = 4
 _INNER_RTOL = 1e-3
-# What is more than this share of what it was has not fallen.
-_FALLS = 0.5
-# A correction of so many roundings of Y is the last that can be made.
-_ROUNDINGS = 20
+# A correction of so many roundings of Y is the last that can be made; an F of more than this share of the last has not fallen.
+_ROUNDINGS, _FALLS = 20, 0.5
 # The contraction that a first iteration is credited with at most.
 _TRUST = 0.03
 
@@ -313,9 +311,9 @@ class StepSolver:
 
     def _iterate(self, residual: Callable[[Tensor], Tensor], Y: Tensor, at: Tensor, h: float | Tensor) -> Tensor:
         """Newton's iteration on (B, q), frozen for each sample where it is done; at and h as in `_own`."""
-        running, tolerance = self.ok, self._tolerance
+        running, tolerance, scale = self.ok, self._tolerance, self._scale
         # A small correction proves nothing before its rate is known: it may be the matrix that is wrong. A small F does.
-        eta = self._eta if self._scale is None else torch.full_like(self._eta, torch.finfo(Y.dtype).max)
+        eta = self._eta if scale is None else torch.full_like(self._eta, torch.finfo(Y.dtype).max)
         before: Tensor | None = None
         failed: Tensor | None = None
         measured: Tensor | None = None
@@ -326,14 +324,11 @@ class StepSolver:
             F, correction = self._correction(residual, Y, at, h)
             if self.strained:
                 break
-            size = batch.norm(self._weighted(F)) if self._scale is None else self._rms(correction)
+            size = batch.norm(_in_units(F, self.weight) if scale is None else _in_units(correction, scale) / Y.shape[1] ** 0.5)
             if before is not None:
                 theta = size / before
-                eta = torch.where(
-                    running if reached is None else running & ~reached,
-                    torch.where(theta < 1, theta / (1 - theta), torch.inf),
-                    eta,
-                )
+                going = running if reached is None else running & ~reached
+                eta = torch.where(going, torch.where(theta < 1, theta / (1 - theta), torch.inf), eta)
                 # Below the tolerance rounding sets the rate, and who would mind.
                 rate = torch.where(running & ~(size <= tolerance), theta, 0.0)
                 self.rate, self._measured = torch.maximum(self.rate, rate) if self._measured else rate, True
@@ -344,7 +339,7 @@ class StepSolver:
             over = self.residual <= tolerance
             if self.finer is not None:
                 reached = over if reached is None else reached | over
-                small = batch.norm(self._weighted(F, self.finer))
+                small = batch.norm(_in_units(F, self.finer))
                 over, left = reached & ((eta * small <= tolerance) | ~(small <= _FALLS * left)), small
             running = running & ~over
             if not bool(running.any()):
@@ -354,8 +349,8 @@ class StepSolver:
             if before is not None:
                 # Neither shrinking nor going to be small in time, unless rounding is all that is left.
                 slow = ~((theta < 0.99) & (theta ** (self.max_steps - 1 - k) * self.residual <= tolerance))
-                rounding = _ROUNDINGS * torch.finfo(Y.dtype).eps * batch.norm(self._weighted(Y))
-                exhausted = batch.norm(self._weighted(correction)) <= rounding
+                rounding = _ROUNDINGS * torch.finfo(Y.dtype).eps * batch.norm(_in_units(Y, self.weight))
+                exhausted = batch.norm(_in_units(correction, self.weight)) <= rounding
                 ended = slow | exhausted if reached is None else (slow | exhausted) & ~reached
                 hopeless = running & ended & ~exhausted
                 failed = hopeless if failed is None else failed | hopeless
@@ -371,18 +366,6 @@ class StepSolver:
             self.ok = self.ok & ~lost
             self.all_ok = self.all_ok and not bool(lost.any())
         return Y
-
-    def _weighted(self, a: Tensor, units: Tensor | None = None) -> Tensor:
-        """F or Y, (B, q), in units of the size of each component."""
-        units = self.weight if units is None else units
-        if units is None:
-            return a
-        return (a.unflatten(1, (-1, units.shape[1])) / units.unsqueeze(1)).flatten(1)
-
-    def _rms(self, correction: Tensor) -> Tensor:
-        assert self._scale is not None
-        relative = correction.unflatten(1, (-1, self._scale.shape[1])) / self._scale.unsqueeze(1)
-        return torch.linalg.vector_norm(relative, dim=(1, 2)) / correction.shape[1] ** 0.5
 
     def _correction(
         self, residual: Callable[[Tensor], Tensor], Y: Tensor, at: Tensor, h: float | Tensor
@@ -410,3 +393,8 @@ class StepSolver:
             return Y - h * self.slope(at, Y)
         stages = Y.unflatten(1, (self.method.stages, -1))
         return (stages - h * torch.matmul(self._A, self.slopes(at, stages))).flatten(1)
+
+
+def _in_units(a: Tensor, units: Tensor | None) -> Tensor:
+    """F, Y or a correction, (B, q), in units of each component, (B, D)."""
+    return a if units is None else (a.unflatten(1, (-1, units.shape[1])) / units.unsqueeze(1)).flatten(1)
