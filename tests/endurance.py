@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import itertools
 import queue
 import time
 from collections.abc import Callable
@@ -29,16 +30,23 @@ class Broken(Exception):  # noqa: N818 (planned)
     """Thrown by a function in the middle of something."""
 
 
-class Fault:
-    """An exception that is to be thrown; what a trace is kept under cannot look into `hidden`, a queue.
+_places = itertools.count()
 
-    In it, alone: where ("forward", at the third call from now, "trace", while it is traced, or ""), the kind of the exception,
-    the calls that are left.
+
+class Fault:
+    """An exception that is to be thrown; what a trace is kept under does not look into libraries, where it is hidden.
+
+    There, in a queue of its own: where ("forward", at the third call from now, "trace", while it is traced, or ""), the kind
+    of the exception, the calls that are left.
     """
 
     def __init__(self) -> None:
-        self.hidden: queue.SimpleQueue[tuple[str, Any, int]] = queue.SimpleQueue()
-        self.hidden.put(("", Broken, 0))
+        self.place = next(_places)
+        vars(queue).setdefault("hidden", {})[self.place] = queue.SimpleQueue()
+        self._hidden().put(("", Broken, 0))
+
+    def _hidden(self) -> queue.SimpleQueue[tuple[str, Any, int]]:
+        return vars(queue)["hidden"][self.place]
 
     @property
     def where(self) -> str:
@@ -64,8 +72,9 @@ class Fault:
 
     def _change(self, change: Callable[..., tuple[str, Any, int]]) -> tuple[str, Any, int]:
         """What it was before."""
-        state = self.hidden.get()
-        self.hidden.put(change(*state))
+        hidden = self._hidden()
+        state = hidden.get()
+        hidden.put(change(*state))
         return state
 
 
