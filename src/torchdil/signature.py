@@ -18,7 +18,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, MappingView
+from collections.abc import Callable, Hashable, Iterator, MappingView
 from typing import Any
 
 import numpy as np
@@ -175,7 +175,7 @@ class _Walk:
                 held = vars(owner)
                 self.named[id(owner)] = held, set(_MAKE)
                 if isinstance(owner, type):
-                    self.mentions.update(_special(held))
+                    self.mentions.update(_special(owner, len(held)))
 
     def by_name(self) -> bool:
         """Whether there is more to look at: what these dictionaries hold under names that were met since."""
@@ -326,12 +326,21 @@ def _own_classes(kind: type) -> tuple[type, ...]:
     return tuple(base for base in kind.__mro__ if base.__module__.split(".")[0] not in _LIBRARIES)
 
 
-def _special(held: Mapping[str, Any]) -> Iterator[str]:
-    """The names of the special methods of a class, which are called by operators, functions and statements."""
-    for name, value in held.items():
-        called = name[:2] == "__" and name not in _LEFT and (callable(value) or isinstance(value, (property, classmethod)))
-        if called and not _of_library(value):
-            yield name
+@functools.lru_cache(maxsize=1024)
+def _special(kind: type, count: int) -> frozenset[str]:
+    """The names of the special methods of a class with so many names, which operators, functions and statements call.
+
+    Those that a dataclass has been given read its fields only, which are looked at anyway.
+    """
+    held = vars(kind)
+    given = "__dataclass_fields__" in held
+
+    def counts(value: Any) -> bool:
+        if type(value) is types.FunctionType and given and value.__code__.co_filename == "<string>":
+            return False
+        return (callable(value) or isinstance(value, (property, classmethod))) and not _of_library(value)
+
+    return frozenset(name for name, value in held.items() if name[:2] == "__" and name not in _LEFT and counts(value))
 
 
 def _in_python() -> frozenset[str]:
