@@ -57,6 +57,8 @@ solution and the same relative tolerance of the linear solve (1e-6, float64) for
 are ratios of medians. What runs on JAX is compiled and warm, and what torchdil traces is traced. The second table counts the
 forward, too, which has nothing to solve: torchdil checks that what it was handed is stationary and a minimum, the others do
 not.
+On a CPU torchdil makes [late products in float32](mathematics.md#conjugate-gradients) where they are worth it, and checks the
+answer in float64, against the same tolerance; the others compute in float64 throughout.
 
 ![Times](performance.svg)
 
@@ -74,8 +76,9 @@ All of it together, the backward pass not traced over traced: {_gain(results)}, 
 What a function reads, its tensors, numbers, code and classes, is looked at in every call, and a change of anything but the
 tensors is another trace. Of an object whose attributes it reads, only those count: where the function of a layer is a method
 of the model that the layer is part of, the losses, counters and optimizers that the model keeps make no difference. A function
-that reads values of tensors (`item()`, `if mask.any()`, `theta[mask]`), whose modules have backward hooks, or that uses what
-does not show its numbers (`globals()`, an array of numpy with more than 1000 of them, an iterator), is not traced.
+that reads values of tensors (`item()`, `if mask.any()`, `theta[mask]`), that hooks into gradients or whose modules do, or that
+uses what does not show its numbers (`globals()`, an array of numpy with more than 1000 of them, an iterator, a queue), is not
+traced; nor is any while there are hooks of all modules.
 
 That leaves what cannot be seen, a number in a file for example. So F by the trace is compared with F, which was evaluated
 anyway, at every solve; and at the first three solves with a trace and at one of each ten after that the solution of the linear
@@ -126,7 +129,7 @@ _TRIED = (
         "GPU 57; CPU 1.3",
         "",
     ),
-    ("late products of a solve in float64 made in float32, the answer checked by one in float64 (CPU)", "single", "1.3 to 2", ""),
+    ("late products of a solve in float64 made in float32, the answer checked in float64 (CPU)", "single", "1.3 to 2", ""),
     ("numbers of a report taken apart when it is read", "reports", "-", ""),
     (
         "a good answer judged by one function, the size of F and the curvature; its factors of J kept for the backward pass",
@@ -246,7 +249,8 @@ def _part(name: str, results: dict[str, Any]) -> str:
     blocks.append(tables.markdown(headings, rows))
     blocks.append(
         "*Over the limit*: the backward pass over the steps of its Krylov method times one product as traced, made alone; the "
-        "direct solves of few unknowns have no steps. *Torch's part*: the backward pass of a layer that has its answers at "
+        "direct solves of few unknowns have no steps; below 1 where late products are made in float32. *Torch's part*: the "
+        "backward pass of a layer that has its answers at "
         "hand and does nothing, over that of torchdil. What cannot be timed: "
         + "; ".join(f"{NAMES[system]}: {reason}" for system, reason in _failures(results).items())
         + "."
