@@ -26,6 +26,7 @@ ON_CPU = {
     "test_runner",
     "test_runtime",
     "test_scale",
+    "test_single",
     "test_structure",
     "test_table1",
     "test_tutorials",

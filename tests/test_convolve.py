@@ -197,7 +197,10 @@ def test_a_traced_layer_of_an_image_convolves_by_strips(dtype, monkeypatch):
     wide = convolve._wide_backward
     monkeypatch.setattr(convolve, "_wide_backward", lambda *args: used.append(args[0].shape) or wide(*args))
     torch.manual_seed(0)
-    filters, x = torch.randn(3, 1, 5, 5, dtype=dtype).requires_grad_(), torch.randn(1, 1, 30, 28, dtype=dtype)
+    filters, x = (
+        torch.randn(3, 1, 5, 5, dtype=dtype, device="cpu").requires_grad_(),
+        torch.randn(1, 1, 30, 28, dtype=dtype, device="cpu"),
+    )
     found = []
     for _ in range(14):
         y = dil.argmin(lambda y: 0.5 * ((y - x) ** 2).sum() + torch.sqrt(1 + functional.conv2d(y, filters) ** 2).sum(), x).value
