@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 import torchdil as dil
-from torchdil import step_counts, traced
+from torchdil import linear_graph, step_counts, traced
 
 CALLS = 30  # the last few of them at once
 
@@ -35,10 +35,10 @@ def equilibrium(y, x, W):
 
 
 CASES = {
-    "energy": (energy, (64, 40), (40, 60), 0.5),
-    "regression": (regression, (300,), (500, 300), 0.3),
-    "experts": (experts, (1, 1, 200, 200), (4, 1, 5, 5), 0.15),
-    "equilibrium": (equilibrium, (32, 160), (160, 160), 0.05),
+    "energy": (energy, (24, 40), (40, 60), 0.5),
+    "regression": (regression, (150,), (250, 150), 0.4),
+    "experts": (experts, (1, 1, 48, 48), (4, 1, 5, 5), 0.15),
+    "equilibrium": (equilibrium, (8, 160), (160, 160), 0.05),
 }
 
 
@@ -71,6 +71,12 @@ def off(found, exact):
     return max(float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Small problems, for which it would not pay, are to do."""
+    monkeypatch.setattr(linear_graph, "_MANY", 2**13)
+
+
 @pytest.fixture
 def taken(monkeypatch):
     """Whether solves at once took products in float32, and whether they were accurate enough."""
@@ -79,7 +85,7 @@ def taken(monkeypatch):
     return noted
 
 
-@pytest.mark.parametrize("rtol", [1e-6, 1e-8, None])
+@pytest.mark.parametrize("rtol", [1e-4, 1e-6, None])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_as_exact_as_was_asked(name, rtol, taken):
     case = Case(name, rtol=rtol)
@@ -97,7 +103,7 @@ def test_gradients_are_as_exact_as_was_asked(name, rtol, taken):
 
 def test_products_in_float32_were_not_exact_enough_from_the_first_step_on(taken, monkeypatch):
     """So it matters how many are in full precision, and the check is needed."""
-    monkeypatch.setattr("torchdil.linear.base.LinearSolver.full_steps", lambda *_: 0)
+    monkeypatch.setattr("torchdil.linear.base.LinearSolver.full_steps", lambda *_: 1)
     case = Case("equilibrium")
     for _ in range(CALLS):
         found, _ = case()
@@ -163,7 +169,7 @@ def test_what_gains_nothing_stays_in_float64(taken):
     for _ in range(CALLS):
         few()
         short()
-    x = draw(0, 200, 800).requires_grad_()
+    x = draw(0, 100, 100).requires_grad_()
     for _ in range(CALLS):
         smooth = dil.argmin(
             lambda y: ((y - x) ** 2).sum() + torch.sqrt(0.1 + y.diff(dim=0) ** 2).sum(),
@@ -191,4 +197,4 @@ def test_it_asks_for_fewer_exact_products_the_looser_the_tolerance(monkeypatch):
     for _ in range(CALLS):
         case()
     tightest, tight, loose, loosest = asked[-1]
-    assert 60 < tightest < 70 and 40 < tight < 50 and 5 < loose < 15 and loosest == 0
+    assert 60 < tightest < 70 and 40 < tight < 50 and 5 < loose < 15 and loosest == 1

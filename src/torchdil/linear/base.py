@@ -124,7 +124,7 @@ class LinearSolver(ABC):
         return (lambda p: product(p).add(p, alpha=damping)) if damping else product
 
     def full_steps(self, operator: Operator, transpose: bool, steps: int) -> int:
-        """How many of the steps of a solve at once must take products in full precision: the first so many.
+        """How many of the steps of a solve at once must take products in full precision: the first so many, at least one.
 
         The later a step, the smaller it is, and the larger the error that its product may have: with ‖r‖ left to solve for, ‖r‖
         times the rounding of float32 is no more than the tolerance will be (inexact Krylov methods, Simoncini & Szyld 2003). A
@@ -134,11 +134,11 @@ class LinearSolver(ABC):
         if operator.source is None or not 0 < rtol < 1 or not operator.source.takes_single(transpose):
             return steps
         reached = min(1.0, rtol / (_SINGLE * torch.finfo(torch.float32).eps))
-        full = math.ceil(steps * math.log(reached) / math.log(rtol))
+        full = max(1, math.ceil(steps * math.log(reached) / math.log(rtol)))
         return full if steps - full >= _WORTHWHILE else steps
 
     def systems(self, product: Bound, steps: int, full: int | None = None) -> list[Product]:
-        """p -> A p for each step of a solve at once, in float32 after so many in full precision; None: all of them."""
+        """p -> A p for each step of a solve at once, in float32 after so many in full precision; None: none in float32."""
 
         def system(product: Callable[[Tensor], tuple[Tensor, ...]]) -> Product:
             return (lambda p: product(p)[0].add(p, alpha=self.damping)) if self.damping else lambda p: product(p)[0]
