@@ -110,17 +110,14 @@ class _Walk:
     """Visits all that a function reads, object by object.
 
     Most objects are looked into as a whole. Classes and imported files of the user's, and tensors with attributes, may hold
-    much that the function never touches: of what they hold, only that counts whose name occurs in the code of some function
-    that was visited. Such names turn up along the way, so these objects are asked again whenever nothing else is left
-    (`by_name`).
+    much that the function never touches: of that only counts what some function that was visited names. Such names turn up
+    along the way, so these objects are asked again whenever nothing else is left (`by_name`).
 
     Attributes:
-        tensors: those that were found.
-        key: all else that was found, in the order of the visit.
+        tensors, key: those that were found; all else, in the order of the visit.
         stack: objects that are yet to be visited.
-        named: the attributes (a dictionary) of the objects that are looked into by name, and the names that have
-            counted so far, or do not; by the `id` of the object.
-        mentions: the names that occur in the code of the functions visited so far, and those that Python uses by itself.
+        named: the attributes of the objects that are looked into by name, and the names that were asked for; by `id`.
+        mentions: the names in the code of the functions visited so far, and those that Python uses by itself.
         composed: whether some function makes names while it runs (by `getattr`, say): then all attributes count.
     """
 
@@ -333,14 +330,12 @@ def _special(kind: type, count: int) -> frozenset[str]:
     Those that a dataclass has been given read its fields only, which are looked at anyway.
     """
     held = vars(kind)
-    given = "__dataclass_fields__" in held
-
-    def counts(value: Any) -> bool:
-        if type(value) is types.FunctionType and given and value.__code__.co_filename == "<string>":
-            return False
-        return (callable(value) or isinstance(value, (property, classmethod))) and not _of_library(value)
-
-    return frozenset(name for name, value in held.items() if name[:2] == "__" and name not in _LEFT and counts(value))
+    special = {name: value for name, value in held.items() if name[:2] == "__" and name not in _LEFT}
+    if "__dataclass_fields__" in held:
+        files = {name: getattr(getattr(value, "__code__", None), "co_filename", "") for name, value in special.items()}
+        special = {name: value for name, value in special.items() if files[name] != "<string>"}
+    called = (name for name, value in special.items() if callable(value) or isinstance(value, (property, classmethod)))
+    return frozenset(name for name in called if not _of_library(special[name]))
 
 
 def _in_python() -> frozenset[str]:
